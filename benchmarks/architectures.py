@@ -1,10 +1,12 @@
-"""Build fifteen widely trained architectures, each with a batch and a loss, from configurations without a download.
+"""Build fifteen widely trained architectures, each with a batch and a loss, from configurations
+without a download.
 
     model = build("whisper")                             # transformers' class, weights of a fixed seed
     loss = loss_of(model, batch("whisper"))
 
-`size` is "tiny" (seconds, for tests) or "small" (some ten million parameters, for measurements of memory). Dropout is
-off, so runs repeat. transformers and diffusers are imported when a model is built.
+`size` is "tiny" (seconds, for tests) or "small" (some ten million parameters, for measurements of
+memory). Dropout is off, so runs repeat. transformers and diffusers are imported when a model is
+built.
 """
 
 from __future__ import annotations
@@ -34,12 +36,15 @@ class Architecture:
     sizes: dict[str, dict[str, Any]]
     """Keywords of the configuration, by size."""
     inputs: str
-    """Kind of a batch: `tokens`, `masked`, `pairs` (encoder and decoder), `images`, `audio`, `latents`, `sentences`."""
+    """Kind of a batch: `tokens`, `masked`, `pairs` (encoder and decoder), `images`, `audio`,
+    `latents`, `sentences`."""
     rows: dict[str, int]
     """Sequences, images or clips in a batch, by size."""
 
 
-def _decoder(width: int, layers: int, heads: int, inner: int, vocabulary: int, length: int, **more) -> dict[str, Any]:
+def _decoder(
+    width: int, layers: int, heads: int, inner: int, vocabulary: int, length: int, **more
+) -> dict[str, Any]:
     return {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -57,49 +62,98 @@ _MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _UNTIED = {"tie_word_embeddings": False}
 
 
-def _decoders(model_class: str, config_class: str, tiny: dict[str, Any], small: dict[str, Any]) -> Architecture:
+def _decoders(
+    model_class: str, config_class: str, tiny: dict[str, Any], small: dict[str, Any]
+) -> Architecture:
     sizes = {"tiny": _decoder(*_TINY, **tiny), "small": _decoder(*_SMALL, **small)}
-    return Architecture("transformers", model_class, config_class, sizes, "tokens", {"tiny": 4, "small": 8})
+    return Architecture(
+        "transformers", model_class, config_class, sizes, "tokens", {"tiny": 4, "small": 8}
+    )
 
 
-def _gpt2(width: int, layers: int, heads: int, _inner: int, vocabulary: int, length: int) -> dict[str, Any]:
-    sizes = {"n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": vocabulary, "n_positions": length}
+def _gpt2(
+    width: int, layers: int, heads: int, _inner: int, vocabulary: int, length: int
+) -> dict[str, Any]:
+    sizes = {
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": heads,
+        "vocab_size": vocabulary,
+        "n_positions": length,
+    }
     special = {"bos_token_id": 0, "eos_token_id": 0}
     return {**sizes, **special, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
-def _opt(width: int, layers: int, heads: int, inner: int, vocabulary: int, length: int) -> dict[str, Any]:
+def _opt(
+    width: int, layers: int, heads: int, inner: int, vocabulary: int, length: int
+) -> dict[str, Any]:
     sizes = _decoder(width, layers, heads, inner, vocabulary, length)
-    return {**sizes, "ffn_dim": sizes.pop("intermediate_size"), "dropout": 0.0, "word_embed_proj_dim": width}
+    return {
+        **sizes,
+        "ffn_dim": sizes.pop("intermediate_size"),
+        "dropout": 0.0,
+        "word_embed_proj_dim": width,
+    }
 
 
-def _t5(width: int, layers: int, heads: int, inner: int, vocabulary: int, _length: int) -> dict[str, Any]:
-    sizes = {"d_model": width, "d_kv": width // heads, "d_ff": inner, "num_layers": layers, "num_heads": heads}
+def _t5(
+    width: int, layers: int, heads: int, inner: int, vocabulary: int, _length: int
+) -> dict[str, Any]:
+    sizes = {
+        "d_model": width,
+        "d_kv": width // heads,
+        "d_ff": inner,
+        "num_layers": layers,
+        "num_heads": heads,
+    }
     return {**sizes, "vocab_size": vocabulary, "dropout_rate": 0.0, "decoder_start_token_id": 0}
 
 
-def _whisper(width: int, layers: int, heads: int, inner: int, vocabulary: int, length: int) -> dict[str, Any]:
+def _whisper(
+    width: int, layers: int, heads: int, inner: int, vocabulary: int, length: int
+) -> dict[str, Any]:
     halves = {"layers": layers, "attention_heads": heads, "ffn_dim": inner}
-    sides = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in halves.items()}
-    lengths = {"max_source_positions": length, "max_target_positions": length // 2, "num_mel_bins": 16}
+    sides = {
+        f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in halves.items()
+    }
+    lengths = {
+        "max_source_positions": length,
+        "max_target_positions": length // 2,
+        "num_mel_bins": 16,
+    }
     special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "decoder_start_token_id": 0}
     return {**sides, **lengths, **special, "d_model": width, "vocab_size": vocabulary}
 
 
 def _vit(width: int, layers: int, heads: int, inner: int, image: int, patch: int) -> dict[str, Any]:
-    sizes = _decoder(width, layers, heads, inner, 0, 0, image_size=image, patch_size=patch, num_labels=16)
+    sizes = _decoder(
+        width, layers, heads, inner, 0, 0, image_size=image, patch_size=patch, num_labels=16
+    )
     del sizes["vocab_size"], sizes["max_position_embeddings"]
     return {**sizes, **_NO_BERT_DROPOUT}
 
 
 def _unet(image: int, *channels: int) -> dict[str, Any]:
     blocks = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D")}
-    blocks |= {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "block_out_channels": channels}
+    blocks |= {
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "block_out_channels": channels,
+    }
     norms = {"norm_num_groups": 8, "attention_head_dim": 16, "layers_per_block": 1}
-    return {**blocks, **norms, "sample_size": image, "cross_attention_dim": channels[0], "in_channels": 4}
+    return {
+        **blocks,
+        **norms,
+        "sample_size": image,
+        "cross_attention_dim": channels[0],
+        "in_channels": 4,
+    }
 
 
-_BERT = {"tiny": _decoder(*_TINY, **_NO_BERT_DROPOUT), "small": _decoder(*_SMALL, **_NO_BERT_DROPOUT)}
+_BERT = {
+    "tiny": _decoder(*_TINY, **_NO_BERT_DROPOUT),
+    "small": _decoder(*_SMALL, **_NO_BERT_DROPOUT),
+}
 _TEXT_ROWS = {"tiny": 4, "small": 8}
 _LLAMA = ({**_GROUPED, "pad_token_id": 0},) * 2
 _LLAMA_2 = ({**_UNTIED, "intermediate_size": 96}, {**_UNTIED, "intermediate_size": 1024})
@@ -127,7 +181,9 @@ ARCHITECTURES = {
         "tokens",
         _TEXT_ROWS,
     ),
-    "bert": Architecture("transformers", "BertForMaskedLM", "BertConfig", _BERT, "masked", _TEXT_ROWS),
+    "bert": Architecture(
+        "transformers", "BertForMaskedLM", "BertConfig", _BERT, "masked", _TEXT_ROWS
+    ),
     "t5": Architecture(
         "transformers",
         "T5ForConditionalGeneration",
@@ -173,16 +229,29 @@ ARCHITECTURES = {
         "ResNetForImageClassification",
         "ResNetConfig",
         {
-            "tiny": {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "num_labels": 16},
-            "small": {"embedding_size": 64, "hidden_sizes": [256, 512, 1024], "depths": [2, 2, 4], "num_labels": 1024},
+            "tiny": {
+                "embedding_size": 16,
+                "hidden_sizes": [16, 32],
+                "depths": [1, 1],
+                "num_labels": 16,
+            },
+            "small": {
+                "embedding_size": 64,
+                "hidden_sizes": [256, 512, 1024],
+                "depths": [2, 2, 4],
+                "num_labels": 1024,
+            },
         },
         "images",
         {"tiny": 4, "small": 8},
     ),
-    "minilm": Architecture("transformers", "BertModel", "BertConfig", _BERT, "sentences", _TEXT_ROWS),
+    "minilm": Architecture(
+        "transformers", "BertModel", "BertConfig", _BERT, "sentences", _TEXT_ROWS
+    ),
 }
-"""`unet` is the conditional UNet of diffusers, `resnet` the convnet, and `minilm` the encoder of sentence-transformers'
-MiniLM (a `BertModel`), trained as there: means of the last states, in pairs to bring together."""
+"""`unet` is the conditional UNet of diffusers, `resnet` the convnet, and `minilm` the encoder of
+sentence-transformers' MiniLM (a `BertModel`), trained as there: means of the last states, in pairs
+to bring together."""
 
 
 def build(name: str, size: str = "tiny", seed: int = 0) -> nn.Module:
@@ -196,7 +265,9 @@ def build(name: str, size: str = "tiny", seed: int = 0) -> nn.Module:
     return model_class(getattr(library, architecture.config_class)(**keywords)).train()
 
 
-def batch(name: str, size: str = "tiny", rows: int | None = None, seed: int = 1) -> dict[str, torch.Tensor]:
+def batch(
+    name: str, size: str = "tiny", rows: int | None = None, seed: int = 1
+) -> dict[str, torch.Tensor]:
     """Random inputs and labels, by the names of the forward's arguments."""
     architecture = ARCHITECTURES[name]
     keywords, rows = architecture.sizes[size], rows or architecture.rows[size]
@@ -234,7 +305,11 @@ def outputs(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     output = model(**inputs)
     if "logits" in output:
         return output.logits
-    return output.sample if "sample" in output else F.normalize(output.last_hidden_state.mean(dim=1), dim=-1)
+    return (
+        output.sample
+        if "sample" in output
+        else F.normalize(output.last_hidden_state.mean(dim=1), dim=-1)
+    )
 
 
 def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -265,15 +340,17 @@ _ATTENTION = ("bmm", "baddbmm", "scaled_dot_product")
 
 
 def flops_share(name: str, layers: Iterable[str], size: str = "tiny") -> float:
-    """Return these layers' share, 0 to 1, of a plain training step's FLOPs in products with weights, by
-    `torch.utils.flop_counter`: the part that vanishes without them. Products of two activations, as in attention, do
-    not count."""
+    """Return these layers' share, 0 to 1, of a plain training step's FLOPs in products with
+    weights, by `torch.utils.flop_counter`: the part that vanishes without them. Products of two
+    activations, as in attention, do not count."""
     model, inputs = build(name, size), batch(name, size)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the counter does not know grouped products
     whole = _weight_flops(model, inputs)
     for layer in layers:
-        owner = layer.rpartition(".")[0] if layer.endswith("_proj") and ".experts." in layer else layer
+        owner = (
+            layer.rpartition(".")[0] if layer.endswith("_proj") and ".experts." in layer else layer
+        )
         module = model.get_submodule(owner)
         module.forward = functools.partial(_without_product, module)
     return 1 - _weight_flops(model, inputs) / whole
@@ -283,10 +360,17 @@ def _weight_flops(model: nn.Module, inputs: dict[str, torch.Tensor]) -> int:
     with FlopCounterMode(display=False) as counter:
         loss_of(model, inputs).backward()
     by_operator = counter.get_flop_counts()["Global"].items()
-    return sum(flops for operator, flops in by_operator if not any(part in str(operator) for part in _ATTENTION))
+    return sum(
+        flops
+        for operator, flops in by_operator
+        if not any(part in str(operator) for part in _ATTENTION)
+    )
 
 
 def _without_product(module: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """Return a result of the layer's shape from its inputs and Parameters, without a product."""
-    features = getattr(module, "out_features", getattr(module, "nf", x.shape[-1]))  # experts: rows of their input
-    return x[..., :1].expand(*x.shape[:-1], features) + sum(each.sum() for each in (*others, *module.parameters()))
+    # experts: rows of their input
+    features = getattr(module, "out_features", getattr(module, "nf", x.shape[-1]))
+    return x[..., :1].expand(*x.shape[:-1], features) + sum(
+        each.sum() for each in (*others, *module.parameters())
+    )

@@ -1,4 +1,5 @@
-"""Measure training speed with more ranks, in bf16 and in FP8: the table of AWS's measurement, per backend.
+"""Measure training speed with more ranks, in bf16 and in FP8: the table of AWS's measurement, per
+backend.
 
     benchmarks/by_ranks.py --nproc 1,2,4,8
 
@@ -29,13 +30,25 @@ from measuring import Attempts, plain, table, write_json
 from step import in_turn, runnable, together
 from training import SHAPES, Text, Training, device
 
-PASSED_ON = ("backends", "form", "engine", "shape", "layers", "sequence", "batch", "steps", "warmup")
+PASSED_ON = (
+    "backends",
+    "form",
+    "engine",
+    "shape",
+    "layers",
+    "sequence",
+    "batch",
+    "steps",
+    "warmup",
+)
 
 
 def mean_over_ranks(value: float) -> float:
     if not dist.is_initialized():
         return value
-    total = torch.tensor(value, dtype=torch.float64, device=device() if device() == "cpu" else "cuda")
+    total = torch.tensor(
+        value, dtype=torch.float64, device=device() if device() == "cpu" else "cuda"
+    )
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
@@ -49,7 +62,13 @@ def worker(arguments) -> None:
 
     def make(backend: str, form: str) -> Training:
         return Training(
-            backend, arguments.shape, text, arguments.batch, form, arguments.layers, engine=arguments.engine
+            backend,
+            arguments.shape,
+            text,
+            arguments.batch,
+            form,
+            arguments.layers,
+            engine=arguments.engine,
         )
 
     names = runnable(arguments.backends.split(","), [arguments.form])
@@ -59,11 +78,27 @@ def worker(arguments) -> None:
         attempt = Attempts()
         found = in_turn(names, make, arguments, lambda found: None, attempt)
         attempt.end()  # after a failed rank the others' figures are meaningless
-    kept = ("median_s", "min_s", "max_s", "runs", "tokens_per_second", "peak_bytes", "flops_share", "drift")
+    kept = (
+        "median_s",
+        "min_s",
+        "max_s",
+        "runs",
+        "tokens_per_second",
+        "peak_bytes",
+        "flops_share",
+        "drift",
+    )
     results = []
     for (backend, form), each in found.items():
         loss = mean_over_ranks(each["last_loss"])
-        results.append({"backend": backend, "form": form, "loss": loss, **{k: each[k] for k in kept if k in each}})
+        results.append(
+            {
+                "backend": backend,
+                "form": form,
+                "loss": loss,
+                **{k: each[k] for k in kept if k in each},
+            }
+        )
     if rank == 0:
         Path(arguments.worker).write_text(json.dumps(results))
     if dist.is_initialized():
@@ -74,7 +109,14 @@ def launch(ranks: int, arguments) -> list[dict]:
     """Return the results of all backends on this many ranks."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(ranks),
+        ]
         command += [__file__, "--worker", str(file)]
         for name in PASSED_ON:
             if (value := getattr(arguments, name)) is not None:
@@ -100,25 +142,54 @@ def compared(results: list[dict], precision: str) -> list[dict]:
     for (ranks, backend), each in by.items():
         speed, reference = each["tokens_per_second"], by[ranks, precision]
         decrease = 1 - speed / by[fewest[backend], backend]["tokens_per_second"]
-        faster, above = speed / reference["tokens_per_second"] - 1, each["loss"] / reference["loss"] - 1
+        faster, above = (
+            speed / reference["tokens_per_second"] - 1,
+            each["loss"] / reference["loss"] - 1,
+        )
         made.append({**each, "decrease": decrease, "faster": faster, "loss_above": above})
     return made
 
 
 def printed(results: list[dict]) -> str:
-    header = ["ranks", "backend", "tokens/s/GPU", "decrease %", "faster %", "loss", f"above {plain()} %", "peak MB"]
+    header = [
+        "ranks",
+        "backend",
+        "tokens/s/GPU",
+        "decrease %",
+        "faster %",
+        "loss",
+        f"above {plain()} %",
+        "peak MB",
+    ]
     rows = []
     for r in results:
-        row = [r["ranks"], r["backend"], round(r["tokens_per_second"]), 100 * r["decrease"], 100 * r["faster"]]
-        rows.append([*row, r["loss"], 100 * r["loss_above"], round(r["peak_bytes"] / 1e6) if r["peak_bytes"] else "-"])
+        row = [
+            r["ranks"],
+            r["backend"],
+            round(r["tokens_per_second"]),
+            100 * r["decrease"],
+            100 * r["faster"],
+        ]
+        rows.append(
+            [
+                *row,
+                r["loss"],
+                100 * r["loss_above"],
+                round(r["peak_bytes"] / 1e6) if r["peak_bytes"] else "-",
+            ]
+        )
     return table(header, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cuda = device() == "cuda"
     parser.add_argument("--nproc", default="1,2", help="numbers of ranks, with commas")
-    parser.add_argument("--backends", default="te:delayed,ao:tensorwise,native:dynamic,msamp:O2,te+msamp:O2")
+    parser.add_argument(
+        "--backends", default="te:delayed,ao:tensorwise,native:dynamic,msamp:O2,te+msamp:O2"
+    )
     parser.add_argument("--form", choices=("eager", "compiled"), default="eager")
     parser.add_argument("--engine", choices=("ddp", "fsdp2"), default="ddp")
     parser.add_argument("--shape", choices=list(SHAPES), default="1b" if cuda else "small")
@@ -139,7 +210,9 @@ def main() -> None:
             print(f"not run: {ranks} ranks: this machine has {torch.cuda.device_count()} GPU(s)")
             continue
         results += launch(ranks, arguments)
-        told = {name: value for name, value in vars(arguments).items() if name not in ("json", "worker")}
+        told = {
+            name: value for name, value in vars(arguments).items() if name not in ("json", "worker")
+        }
         record = {"question": "speed with more ranks", "precision": plain(), "arguments": told}
         write_json(arguments.json, {**record, "results": compared(results, plain())})
     print(printed(compared(results, plain())))

@@ -3,15 +3,17 @@
     python benchmarks/comm.py                                                          two ranks on this CPU, over gloo
     python -m torch.distributed.run --nproc_per_node 8 benchmarks/comm.py              GPUs, over NCCL
 
-For each size: seconds and bytes sent of an all-reduce (DDP's collective) and a reduce-scatter (FSDP2's) of FP32
-gradients, sent in FP8, in bf16 (cast, summed and cast back, like DDP's own bf16 hook) and in FP32, with ratios of this
-run. Bytes come from a trace. On one machine without a network bytes cost little: ratios of seconds show the added work,
-and ratios of bytes the saving of a network.
+For each size: seconds and bytes sent of an all-reduce (DDP's collective) and a reduce-scatter
+(FSDP2's) of FP32 gradients, sent in FP8, in bf16 (cast, summed and cast back, like DDP's own bf16
+hook) and in FP32, with ratios of this run. Bytes come from a trace. On one machine without a
+network bytes cost little: ratios of seconds show the added work, and ratios of bytes the saving of
+a network.
 
-Then the passes that write and read FP8 messages: their bandwidth as a share of a copy's in the same run.
+Then the passes that write and read FP8 messages: their bandwidth as a share of a copy's in the same
+run.
 
-`--trace FILE` writes a Chrome trace (chrome://tracing, ui.perfetto.dev) of steps under DDP, and prints the share of
-communication time that overlaps with backward.
+`--trace FILE` writes a Chrome trace (chrome://tracing, ui.perfetto.dev) of steps under DDP, and
+prints the share of communication time that overlaps with backward.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ COLLECTIVES = {"all-reduce": all_reduces, "reduce-scatter": reduce_scatters}
 
 
 def measured(name: str, elements: int, device: str, runs: int) -> dict:
-    gradient = torch.randn(elements, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
+    gradient = torch.randn(elements, generator=torch.Generator().manual_seed(dist.get_rank())).to(
+        device
+    )
     calls = COLLECTIVES[name](gradient)
     seconds = interleaved(calls, runs)
     sent = {form: sent_bytes(call) for form, call in calls.items()}
@@ -89,12 +93,15 @@ def measured(name: str, elements: int, device: str, runs: int) -> dict:
         "seconds": {form: summary(times) for form, times in seconds.items()},
         "sent_bytes": sent,
         "seconds_over": {form: ratio(seconds["FP8"], seconds[form]) for form in ("bf16", "FP32")},
-        "bytes_over": {form: sent["FP8"] / sent[form] if sent[form] else None for form in ("bf16", "FP32")},
+        "bytes_over": {
+            form: sent["FP8"] / sent[form] if sent[form] else None for form in ("bf16", "FP32")
+        },
     }
 
 
 def passes(elements: int, device: str, runs: int) -> dict:
-    """Time the passes of one all-reduce over two ranks, without communication. All count the minimum of bytes moved."""
+    """Time the passes of one all-reduce over two ranks, without communication. All count the
+    minimum of bytes moved."""
     gradient, copied = torch.randn(elements, device=device), torch.empty(elements, device=device)
     columns = elements // 2
     sent, own = messages.pack([Part(gradient, 0)], 2, columns, 0, rounded=True)
@@ -112,7 +119,11 @@ def passes(elements: int, device: str, runs: int) -> dict:
     seconds = interleaved({name: call for name, (_, call) in calls.items()}, runs)
     moved = {name: moves / statistics.median(seconds[name]) for name, (moves, _) in calls.items()}
     return {
-        name: {**summary(seconds[name]), "bytes_per_second": rate, "share_of_copy": rate / moved["copy"]}
+        name: {
+            **summary(seconds[name]),
+            "bytes_per_second": rate,
+            "share_of_copy": rate / moved["copy"],
+        }
         for name, rate in moved.items()
     }
 
@@ -120,10 +131,14 @@ def passes(elements: int, device: str, runs: int) -> dict:
 # overlap with backward
 
 
-def trace(path: str, device: str, backend: str, layers: int, width: int, rows: int, steps: int = 2) -> dict:
+def trace(
+    path: str, device: str, backend: str, layers: int, width: int, rows: int, steps: int = 2
+) -> dict:
     """Steps under DDP; a Chrome trace of rank 0's in a file."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU()))).to(device)
+    model = nn.Sequential(
+        *(part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU()))
+    ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     spec = fp8_backends.FP8RecipeKwargs(backend=backend, gradient_comm="fp8")
     fp8_backends.prepare(model, None, spec)
@@ -156,11 +171,22 @@ def trace(path: str, device: str, backend: str, layers: int, width: int, rows: i
 
 def overlap(events: list[dict]) -> dict:
     """Return the share of the time of gloo's or NCCL's collectives that overlaps with backward."""
-    timed = [(e["name"], e.get("cat", ""), e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"]
-    travels = [(begin, end) for name, _, begin, end in timed if name.startswith(("gloo:", "ncclDevKernel"))]
+    timed = [
+        (e["name"], e.get("cat", ""), e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("ph") == "X"
+    ]
+    travels = [
+        (begin, end) for name, _, begin, end in timed if name.startswith(("gloo:", "ncclDevKernel"))
+    ]
     kernels = [(name, begin, end) for name, category, begin, end in timed if category == "kernel"]
-    if kernels:  # backward is everything that overlaps with gradient messages, except the passes over messages
-        backward = [(begin, end) for name, begin, end in kernels if not name.startswith(("nccl", *MESSAGE_KERNELS))]
+    # backward is everything that overlaps with gradient messages, except the passes over messages
+    if kernels:
+        backward = [
+            (begin, end)
+            for name, begin, end in kernels
+            if not name.startswith(("nccl", *MESSAGE_KERNELS))
+        ]
     else:
         backward = [(begin, end) for name, _, begin, end in timed if BACKWARD.search(name)]
     travels = list(_merged(travels))
@@ -170,7 +196,11 @@ def overlap(events: list[dict]) -> dict:
         for begin, end in travels
         for its_begin, its_end in _merged(backward)
     )
-    return {"travel_us": total, "beside_backward_us": beside, "share": beside / total if total else None}
+    return {
+        "travel_us": total,
+        "beside_backward_us": beside,
+        "share": beside / total if total else None,
+    }
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> Iterable[tuple[float, float]]:
@@ -197,11 +227,20 @@ def run(args: argparse.Namespace, **rendezvous) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     sizes = [-(-int(n) // (size * BLOCK)) * size * BLOCK for n in args.elements.split(",")]
     results = [measured(name, n, args.device, args.runs) for name in COLLECTIVES for n in sizes]
-    record = {"question": "gradients over ranks in FP8, bf16 and FP32", "ranks": size, "backend": dist.get_backend()}
+    record = {
+        "question": "gradients over ranks in FP8, bf16 and FP32",
+        "ranks": size,
+        "backend": dist.get_backend(),
+    }
     record |= {"collectives": results, "passes": passes(max(sizes), args.device, args.runs)}
     if args.trace:
         record["overlap"] = trace(
-            args.trace, args.device, args.trace_backend, args.trace_layers, args.trace_width, args.trace_rows
+            args.trace,
+            args.device,
+            args.trace_backend,
+            args.trace_layers,
+            args.trace_width,
+            args.trace_rows,
         )
     if rank == 0:
         report(record)
@@ -216,20 +255,39 @@ def report(record: dict) -> None:
             f"{of['elements']:,}",
             *(f"{of['seconds'][form]['median_s'] * 1e3:.2f}" for form in ("FP8", "bf16", "FP32")),
             *(interval(of["seconds_over"][form]) for form in ("bf16", "FP32")),
-            *(f"{of['bytes_over'][form]:.4f}" if of["bytes_over"][form] else "" for form in ("bf16", "FP32")),
+            *(
+                f"{of['bytes_over'][form]:.4f}" if of["bytes_over"][form] else ""
+                for form in ("bf16", "FP32")
+            ),
         ]
         for of in record["collectives"]
     ]
-    forms = ["FP8 ms", "bf16 ms", "FP32 ms", "seconds over bf16", "over FP32", "bytes over bf16", "over FP32"]
+    forms = [
+        "FP8 ms",
+        "bf16 ms",
+        "FP32 ms",
+        "seconds over bf16",
+        "over FP32",
+        "bytes over bf16",
+        "over FP32",
+    ]
     print(f"{record['ranks']} ranks, {record['backend']}")
     print(table(["collective", "elements", *forms], rows))
     rows = [
-        [name, of["median_s"] * 1e3, f"{of['bytes_per_second'] / 1e9:.1f}", f"{of['share_of_copy']:.2f}"]
+        [
+            name,
+            of["median_s"] * 1e3,
+            f"{of['bytes_per_second'] / 1e9:.1f}",
+            f"{of['share_of_copy']:.2f}",
+        ]
         for name, of in record["passes"].items()
     ]
     print("\n" + table(["pass", "ms", "GB/s", "share of copy"], rows))
     if record.get("overlap"):
-        print(f"\nbackward computes for {record['overlap']['share']:.0%} of the time in which gradients travel")
+        print(
+            f"\nbackward computes for {record['overlap']['share']:.0%} of the time in which "
+            "gradients travel"
+        )
 
 
 def _start(rank: int, file: str, args: argparse.Namespace) -> None:
@@ -237,10 +295,18 @@ def _start(rank: int, file: str, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", default="65536,1048576,8388608", help="of a gradient, rounded up to whole blocks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--elements",
+        default="65536,1048576,8388608",
+        help="of a gradient, rounded up to whole blocks",
+    )
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--ranks", type=int, default=2, help="to start here, where torchrun has started none")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="to start here, where torchrun has started none"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--trace", help="file for a Chrome trace of training steps")
     parser.add_argument("--trace-backend", default="msamp:O2")

@@ -1,14 +1,15 @@
-"""Compare final losses of training on several ranks with bf16's (FP32's on a CPU without bf16 products), under DDP and
-FSDP2.
+"""Compare final losses of training on several ranks with bf16's (FP32's on a CPU without bf16
+products), under DDP and FSDP2.
 
     python -m torch.distributed.run --nproc_per_node 2 benchmarks/distributed.py
 
 A backend may carry fields, as in "native:rowwise enable_fsdp_float8_all_gather=True".
 
-The small Llama and the text of `fp8-backends compare`, its seeds, schedule and held-out windows; each rank trains on
-its part of every batch. For each engine, plain training and every backend: the held-out loss, its paired gap to plain
-training under the same engine with a 95 % interval, the bytes stored by a rank per element of a converted weight, and
-the bytes sent by a rank in one whole step, relative to plain FP32 training under DDP.
+The small Llama and the text of `fp8-backends compare`, its seeds, schedule and held-out windows;
+each rank trains on its part of every batch. For each engine, plain training and every backend: the
+held-out loss, its paired gap to plain training under the same engine with a 95 % interval, the
+bytes stored by a rank per element of a converted weight, and the bytes sent by a rank in one whole
+step, relative to plain FP32 training under DDP.
 """
 
 from __future__ import annotations
@@ -31,13 +32,20 @@ from fp8_backends import FP8RecipeKwargs
 from fp8_backends.compute import hardware
 from fp8_backends.tools.compare.measuring import sent_bytes
 from fp8_backends.tools.compare.summary import LOSS_GAP_BOUND, paired_gap
-from fp8_backends.tools.compare.workload import Settings, TrainingText, build_model, defaults, load_text
+from fp8_backends.tools.compare.workload import (
+    Settings,
+    TrainingText,
+    build_model,
+    defaults,
+    load_text,
+)
 
 MEASURED = 3
 """The step with counted bytes: the first ones create states, and DDP orders its buckets."""
 BACKENDS = "native:dynamic,native:delayed,native:rowwise,ao:tensorwise,msamp:O1,msamp:O2,msamp:O3"
 GATHERED = ",".join(
-    f"native:{rule} enable_fsdp_float8_all_gather=True" for rule in ("dynamic", "rowwise", "blockwise", "mxfp8")
+    f"native:{rule} enable_fsdp_float8_all_gather=True"
+    for rule in ("dynamic", "rowwise", "blockwise", "mxfp8")
 )
 """Rows only under FSDP2."""
 
@@ -86,7 +94,9 @@ def train(settings: Settings, text: TrainingText, backend: str, engine: str, see
         optimizer.zero_grad()
 
     sent, stored = None, {}
-    for step, starts in enumerate(text.batches(settings.steps, settings.batch, settings.sequence, seed)):
+    for step, starts in enumerate(
+        text.batches(settings.steps, settings.batch, settings.sequence, seed)
+    ):
         if step == MEASURED:
             sent = sent_bytes(functools.partial(update, step, starts))
         else:
@@ -94,16 +104,29 @@ def train(settings: Settings, text: TrainingText, backend: str, engine: str, see
     seconds, wrapped = time.perf_counter() - start, wrapped.eval()
     windows = text.held_out_windows(settings.held_out_windows, settings.sequence).chunk(ranks)[rank]
     with torch.no_grad():
-        total = sum(loss_of(wrapped, part).double() * len(part) for part in windows.split(settings.batch))
+        total = sum(
+            loss_of(wrapped, part).double() * len(part) for part in windows.split(settings.batch)
+        )
     dist.all_reduce(total)
-    found = {"engine": engine, "backend": backend, "seed": seed, "held_out_loss": total.item() / (len(windows) * ranks)}
+    found = {
+        "engine": engine,
+        "backend": backend,
+        "seed": seed,
+        "held_out_loss": total.item() / (len(windows) * ranks),
+    }
     parameters = sum(p.numel() for p in model.parameters())
     over_fp32 = None if sent is None else sent / (2 * (ranks - 1) / ranks * 4 * parameters)
-    return found | {"seconds": seconds, "bytes_per_element": stored or None, "sent_over_fp32_ddp": over_fp32}
+    return found | {
+        "seconds": seconds,
+        "bytes_per_element": stored or None,
+        "sent_over_fp32_ddp": over_fp32,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backends", default=BACKENDS)
     parser.add_argument("--engines", default="DDP,FSDP2")
     parser.add_argument("--seeds", type=int, default=5)
@@ -115,11 +138,17 @@ def main() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     values = defaults(False) | {"seeds": args.seeds, "steps": args.steps}
     settings = Settings(
-        **values, reference="bf16", loss_gap_bound=LOSS_GAP_BOUND, device="cpu", nproc=dist.get_world_size()
+        **values,
+        reference="bf16",
+        loss_gap_bound=LOSS_GAP_BOUND,
+        device="cpu",
+        nproc=dist.get_world_size(),
     )
     text, runs = load_text(), []
     for engine in args.engines.split(","):
-        backends = args.backends + (f",{GATHERED}" if engine == "FSDP2" and args.backends == BACKENDS else "")
+        backends = args.backends + (
+            f",{GATHERED}" if engine == "FSDP2" and args.backends == BACKENDS else ""
+        )
         for backend in [plain(settings.device), *backends.split(",")]:
             for seed in range(args.seeds):
                 runs.append(train(settings, text, backend, engine, seed))
@@ -147,10 +176,20 @@ def report(args: argparse.Namespace, runs: list[dict]) -> None:
         verdict = "" if backend == precision else f"{gap} ({gap.verdict()})"
         shown = f"{stored['total']:.2f}" if stored else "", "" if sent is None else f"{sent:.3f}"
         rows.append([engine, backend, f"{mean:.4f}", verdict, *shown])
-    headings = ["engine", "backend", "held-out loss", f"gap to {precision}, nats", "bytes/element, one rank"]
+    headings = [
+        "engine",
+        "backend",
+        "held-out loss",
+        f"gap to {precision}, nats",
+        "bytes/element, one rank",
+    ]
     print(table([*headings, "bytes sent / FP32 under DDP"], rows))
     arguments = vars(args) | {"json": None}
-    record = {"question": "held-out loss on several ranks", "precision": precision, "ranks": dist.get_world_size()}
+    record = {
+        "question": "held-out loss on several ranks",
+        "precision": precision,
+        "ranks": dist.get_world_size(),
+    }
     write_json(args.json, record | {"arguments": arguments, "summaries": summaries, "runs": runs})
 
 

@@ -1,22 +1,26 @@
 """Compare `fp8-backends estimate` with live training.
 
-For three models and each backend, run a whole training step and compare its bytes with the estimate from the model's
-configuration.
+For three models and each backend, run a whole training step and compare its bytes with the estimate
+from the model's configuration.
 
-* static: weights, masters, gradients and optimizer states, as `audit` reads them from the live model. Copies from
-  forward to backward, added by `audit`, are excluded on both sides.
+* static: weights, masters, gradients and optimizer states, as `audit` reads them from the live
+  model. Copies from forward to backward, added by `audit`, are excluded on both sides.
 * peak: the highest moment of the third step (on a GPU the allocator's, on a CPU the profiler's).
 
-`--ranks 2` does the same for a small Llama on that many processes, under DDP and FSDP2, through Accelerate: static and
-peak of rank 0, and the bytes sent by a rank. Over gloo, without a reduce-scatter, FSDP2's plain gradients take an
-all-reduce, twice the bytes; the estimate assumes a reduce-scatter.
+`--ranks 2` does the same for a small Llama on that many processes, under DDP and FSDP2, through
+Accelerate: static and peak of rank 0, and the bytes sent by a rank. Over gloo, without a
+reduce-scatter, FSDP2's plain gradients take an all-reduce, twice the bytes; the estimate assumes a
+reduce-scatter.
 
-`estimated_and_measured_peak` compares the peak of any other model, with or without a configuration of transformers.
+`estimated_and_measured_peak` compares the peak of any other model, with or without a configuration
+of transformers.
 
-On a CPU without bf16 products FP32 takes the place of bf16, in training and in the estimate, unless `--precision bf16`
-is given; FSDP2's traffic is still estimated in bf16, Accelerate's setting for FP8.
+On a CPU without bf16 products FP32 takes the place of bf16, in training and in the estimate, unless
+`--precision bf16` is given; FSDP2's traffic is still estimated in bf16, Accelerate's setting for
+FP8.
 
-    benchmarks/estimate.py --precision bf16 --ranks 2 --models "" --json benchmarks/results/wire_cpu_avx2.json \
+    benchmarks/estimate.py --precision bf16 --ranks 2 --models "" --json
+    benchmarks/results/wire_cpu_avx2.json \
         --backends bf16,native:dynamic,msamp:O1,msamp:O2,msamp:O3,msamp:O4      the bytes of the picture `wire`
 """
 
@@ -91,13 +95,21 @@ def small_llama():
 
     from fp8_backends.tools.compare.workload import SMALL
 
-    return LlamaConfig(**SMALL, vocab_size=256, max_position_embeddings=128, tie_word_embeddings=False, use_cache=False)
+    return LlamaConfig(
+        **SMALL,
+        vocab_size=256,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
 
 
 class Training:
     """A prepared model with its optimizer and one batch."""
 
-    def __init__(self, build_model: Build, make_inputs: Inputs, backend: str, engine: str = "none") -> None:
+    def __init__(
+        self, build_model: Build, make_inputs: Inputs, backend: str, engine: str = "none"
+    ) -> None:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
@@ -110,7 +122,9 @@ class Training:
         model = build_model().train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.inputs = {name: given.to(self.accelerator.device) for name, given in make_inputs().items()}
+        self.inputs = {
+            name: given.to(self.accelerator.device) for name, given in make_inputs().items()
+        }
 
     def update(self) -> None:
         outputs = self.model(**self.inputs)
@@ -150,17 +164,21 @@ def training_of(name: str, backend: str, engine: str) -> Training:
     return Training(build_model, make_inputs, backend, engine)
 
 
-def estimated_and_measured_peak(build_model: Build, make_inputs: Inputs, backend: str) -> tuple[int, int]:
-    """Estimate and measure the peak memory of a training step with AdamW, for any model with a loss.
+def estimated_and_measured_peak(
+    build_model: Build, make_inputs: Inputs, backend: str
+) -> tuple[int, int]:
+    """Estimate and measure the peak memory of a training step with AdamW, for any model with a
+    loss.
 
     Args:
-        build_model: makes the model, in FP32 on the CPU. Its forward takes the inputs by name, and returns the loss,
-            alone or first among others.
+        build_model: makes the model, in FP32 on the CPU. Its forward takes the inputs by name, and
+            returns the loss, alone or first among others.
         make_inputs: makes one batch, on the CPU.
         backend: a backend string, or `bf16` or `fp32` for training without FP8.
 
     Returns:
-        (bytes by the estimate's trace on fake tensors, bytes of the third step on this machine's GPU or CPU)
+        (bytes by the estimate's trace on fake tensors, bytes of the third step on this machine's
+        GPU or CPU)
 
     Raises:
         FP8BackendError: no layer of the model can run in FP8, or its step cannot be traced.
@@ -177,7 +195,9 @@ def estimated_and_measured_peak(build_model: Build, make_inputs: Inputs, backend
     asked = asked_of(backend)
     recipe = None if asked in DTYPES else asked
     autocast = torch.bfloat16 if precision == "bf16" and backend != "fp32" else None
-    _, estimated = highest(trace_step(build_model, make_inputs, StepSettings(recipe=recipe, autocast=autocast)))
+    _, estimated = highest(
+        trace_step(build_model, make_inputs, StepSettings(recipe=recipe, autocast=autocast))
+    )
     return round(estimated), measured
 
 
@@ -185,7 +205,9 @@ def asked_of(backend: str) -> Any:
     """Return the estimate's arguments: this backend, with this machine's precision around FP8."""
     from fp8_backends import FP8RecipeKwargs
 
-    return backend if backend in DTYPES else FP8RecipeKwargs(backend=backend, autocast_dtype=precision)
+    return (
+        backend if backend in DTYPES else FP8RecipeKwargs(backend=backend, autocast_dtype=precision)
+    )
 
 
 def _take_fsdp2() -> None:
@@ -221,8 +243,12 @@ def measure(name: str, backend: str, engine: str = "none") -> dict:
 
 
 def _bucket_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of DDP's buckets: created earlier, they are missing in one step's profile."""
-    if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or torch.cuda.is_available():
+    """Return the bytes of DDP's buckets: created earlier, they are missing in one step's
+    profile."""
+    if (
+        not isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        or torch.cuda.is_available()
+    ):
         return 0
     return sum(map(int, model._get_ddp_logging_data().get("rebuilt_bucket_sizes", "0").split(",")))
 
@@ -235,7 +261,9 @@ def static_bytes(model: torch.nn.Module, optimizer) -> int:
     state = unwrapped(optimizer).state
     total = 0
     for parameter in model.parameters():
-        kept = [value for value in state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
+        kept = [
+            value for value in state.get(parameter, {}).values() if isinstance(value, torch.Tensor)
+        ]
         tensors = [parameter, *([] if parameter.grad is None else [parameter.grad]), *kept]
         total += sum(map(stored_bytes, tensors))
         master = getattr(parameter, "master", None)
@@ -250,7 +278,11 @@ def compare(name: str, backend: str, measured: dict, engine: str = "none", ranks
 
     config, batch, sequence, checkpointing = workloads()[name]
     workload = Workload(
-        model=ModelShape(name, config), batch=batch, sequence=sequence, checkpointing=checkpointing, devices=ranks
+        model=ModelShape(name, config),
+        batch=batch,
+        sequence=sequence,
+        checkpointing=checkpointing,
+        devices=ranks,
     )
     (found,) = estimate(workload, [asked_of(backend)], [engine])
     estimated = {key: round(getattr(found, key)) for key in measured}
@@ -272,13 +304,30 @@ def on_ranks(arguments) -> list[dict]:
     """Measured on several processes, compared here."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "measured.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(arguments.ranks)]
-        command += [__file__, "--backends", arguments.backends, "--precision", precision, "--worker", str(path)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(arguments.ranks),
+        ]
+        command += [
+            __file__,
+            "--backends",
+            arguments.backends,
+            "--precision",
+            precision,
+            "--worker",
+            str(path),
+        ]
         environment = {"ACCELERATE_USE_CPU": "true"} if not torch.cuda.is_available() else {}
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+        subprocess.run(
+            command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        )
         measured = json.loads(path.read_text())
     return [
-        compare("small Llama", each["backend"], each["measured"], each["engine"], arguments.ranks) for each in measured
+        compare("small Llama", each["backend"], each["measured"], each["engine"], arguments.ranks)
+        for each in measured
     ]
 
 
@@ -286,7 +335,13 @@ def worker(arguments) -> None:
     measured = []
     for engine in ENGINES:
         for backend in arguments.backends.split(","):
-            measured.append({"engine": engine, "backend": backend, "measured": measure("small Llama", backend, engine)})
+            measured.append(
+                {
+                    "engine": engine,
+                    "backend": backend,
+                    "measured": measure("small Llama", backend, engine),
+                }
+            )
             gc.collect()
     if torch.distributed.get_rank() == 0:
         Path(arguments.worker).write_text(json.dumps(measured))
@@ -299,18 +354,28 @@ def printed(results: list[dict]) -> str:
         row = [each["model"], each["sharding"], each["backend"]]
         for key in ("static", "peak", "sent"):
             ratio = each["ratio"].get(key)
-            row.append("" if ratio is None else f"{each['measured'][key] / 1e6:.1f} MB x {ratio:.3f}")
+            row.append(
+                "" if ratio is None else f"{each['measured'][key] / 1e6:.1f} MB x {ratio:.3f}"
+            )
         rows.append(row)
     return table(["model", "sharding", "backend", "static", "peak", "sent"], rows)
 
 
 def main() -> None:
     global precision
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backends", help=f"(PRECISION,{BACKENDS})")
-    parser.add_argument("--models", default="Llama, 115 M;BERT, 7 M;Qwen3, tied, checkpointing", help="by semicolons")
+    parser.add_argument(
+        "--models",
+        default="Llama, 115 M;BERT, 7 M;Qwen3, tied, checkpointing",
+        help="by semicolons",
+    )
     parser.add_argument("--ranks", type=int, default=0, help="also on so many processes")
-    parser.add_argument("--precision", choices=list(DTYPES), default=precision, help=f"around FP8 ({precision})")
+    parser.add_argument(
+        "--precision", choices=list(DTYPES), default=precision, help=f"around FP8 ({precision})"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--json")
     arguments = parser.parse_args()
@@ -327,8 +392,17 @@ def main() -> None:
             gc.collect()
     if arguments.ranks:
         results += on_ranks(arguments)
-    told = {key: value for key, value in vars(arguments).items() if key not in ("json", "worker", "precision")}
-    record = {"question": "estimate over measured", "precision": precision, "arguments": told, "results": results}
+    told = {
+        key: value
+        for key, value in vars(arguments).items()
+        if key not in ("json", "worker", "precision")
+    }
+    record = {
+        "question": "estimate over measured",
+        "precision": precision,
+        "arguments": told,
+        "results": results,
+    }
     write_json(arguments.json, record)
     print("\nestimate over measured:\n" + printed(results))
 

@@ -1,9 +1,10 @@
-"""Compare mixtures of experts at the levels with bf16: losses, and bytes per element of their weights.
+"""Compare mixtures of experts at the levels with bf16: losses, and bytes per element of their
+weights.
 
-Four families of transformers, small, over Python's own sources, one token a byte. Each backend has the same initial
-weights, batches and schedule (a warm-up, then cosine to zero) for each seed; held-out losses are compared in pairs,
-with their 95 % interval. Bytes cover the experts' 3-D Parameters, masters or residuals, gradients and optimizer states
-after the last step.
+Four families of transformers, small, over Python's own sources, one token a byte. Each backend has
+the same initial weights, batches and schedule (a warm-up, then cosine to zero) for each seed;
+held-out losses are compared in pairs, with their 95 % interval. Bytes cover the experts' 3-D
+Parameters, masters or residuals, gradients and optimizer states after the last step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from fp8_backends.tools.compare.summary import paired_gap
 from fp8_backends.tools.compare.workload import load_text
 
 _GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
-_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 16}
+_LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "qk_nope_head_dim": 16,
+}
 _ROUTED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1}
 FAMILIES = {
     "Mixtral": {**_GROUPED, "num_local_experts": 4},
@@ -36,7 +43,11 @@ def build(family: str, sequence: int, seed: int) -> torch.nn.Module:
     import transformers
 
     shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_experts_per_tok": 2, "max_position_embeddings": sequence}
+    shape |= {
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": sequence,
+    }
     shape |= {"pad_token_id": 0, "use_cache": False, "tie_word_embeddings": False}
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**shape, **FAMILIES[family])
@@ -65,7 +76,13 @@ def train(unit: tuple) -> dict:
         scheduler.step()
     loss = held_out_loss(model, text.held_out_windows(arguments.held_out, arguments.sequence))
     stored = bytes_per_element(model, optimizer.optimizer)
-    return {"family": family, "backend": backend, "seed": seed, "held_out_loss": loss, "bytes_per_element": stored}
+    return {
+        "family": family,
+        "backend": backend,
+        "seed": seed,
+        "held_out_loss": loss,
+        "bytes_per_element": stored,
+    }
 
 
 def bytes_per_element(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -92,8 +109,14 @@ def summarized(runs: list[dict], reference: str) -> list[dict]:
         if backend != reference:
             paired = paired_gap(by_seed, losses[family, reference])
             gap = {**asdict(paired), "verdict": paired.verdict()}
-        row = {"family": family, "backend": backend, "held_out_loss": statistics.fmean(by_seed.values())}
-        found.append({**row, "gap": gap, "bytes_per_element": stored[family, backend], "by_seed": by_seed})
+        row = {
+            "family": family,
+            "backend": backend,
+            "held_out_loss": statistics.fmean(by_seed.values()),
+        }
+        found.append(
+            {**row, "gap": gap, "bytes_per_element": stored[family, backend], "by_seed": by_seed}
+        )
     return found
 
 
@@ -104,12 +127,18 @@ def printed(found: list[dict], reference: str) -> str:
         half = f" ± {gap['half_width']:.4f}" if gap and gap["half_width"] is not None else ""
         shown = f"{gap['mean']:+.4f}{half} ({gap['verdict']})" if gap else ""
         stored = f"{each['bytes_per_element']:.2f}"
-        rows.append([each["family"], each["backend"], f"{each['held_out_loss']:.4f}", shown, stored])
-    return table(["family", "backend", "held-out loss", f"gap to {reference}, nats", "bytes/element"], rows)
+        rows.append(
+            [each["family"], each["backend"], f"{each['held_out_loss']:.4f}", shown, stored]
+        )
+    return table(
+        ["family", "backend", "held-out loss", f"gap to {reference}, nats", "bytes/element"], rows
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--backends", default="msamp:O2,msamp:O4")
     parser.add_argument("--reference", default=plain())
@@ -130,7 +159,9 @@ def main() -> None:
         for backend in backends
         for seed in range(arguments.seeds)
     ]
-    pool = torch.multiprocessing.get_context("spawn").Pool(arguments.workers, torch.set_num_threads, (1,))
+    pool = torch.multiprocessing.get_context("spawn").Pool(
+        arguments.workers, torch.set_num_threads, (1,)
+    )
     with pool:
         found = summarized(pool.map(train, units, chunksize=1), arguments.reference)
     print(printed(found, arguments.reference))

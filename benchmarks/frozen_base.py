@@ -1,7 +1,9 @@
-"""Measure bytes an element and the peak memory of a LoRA step over a frozen base in bf16, FP8, NVFP4 and MXFP4.
+"""Measure bytes an element and the peak memory of a LoRA step over a frozen base in bf16, FP8,
+NVFP4 and MXFP4.
 
-A Llama with random weights, nearly all in Linears, is written once in each 4-bit format by `export`; each base then
-trains in a process of its own: one step to warm up, and the highest bytes of tensors in the next one.
+A Llama with random weights, nearly all in Linears, is written once in each 4-bit format by
+`export`; each base then trains in a process of its own: one step to warm up, and the highest bytes
+of tensors in the next one.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def measure(folder: str, scaling: str) -> dict:
     fp8_backends.checkpoints.freeze_codes(model)
     model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    fp8_backends.prepare(model, optimizer, fp8_backends.NativeRecipeKwargs(scaling=scaling, **BASES[name]))
+    fp8_backends.prepare(
+        model, optimizer, fp8_backends.NativeRecipeKwargs(scaling=scaling, **BASES[name])
+    )
     ids = torch.randint(1024, (1, arguments.sequence), generator=torch.Generator().manual_seed(0))
 
     def step() -> None:
@@ -57,10 +61,18 @@ def measure(folder: str, scaling: str) -> dict:
     peak = peak_memory(step, model, optimizer)
     elements = sum(p.numel() for n, p in model.named_parameters() if "base_layer" in n)
     bytes_per_element = fp8_backends.audit(model).bytes_per_element["weight"]
-    return {"base": name, "scaling": scaling, "bytes": bytes_per_element, "peak": peak, "elements": elements}
+    return {
+        "base": name,
+        "scaling": scaling,
+        "bytes": bytes_per_element,
+        "peak": peak,
+        "elements": elements,
+    }
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--hidden", type=int, default=1024)
 parser.add_argument("--layers", type=int, default=8)
 parser.add_argument("--sequence", type=int, default=64)
@@ -77,11 +89,24 @@ with tempfile.TemporaryDirectory() as temporary:
     folders = [written(Path(temporary), name, arguments) for name in BASES]
     for scaling in arguments.scalings.split(","):
         for folder in folders:
-            command = [sys.executable, __file__, "--sequence", str(arguments.sequence), "--worker", folder, scaling]
+            command = [
+                sys.executable,
+                __file__,
+                "--sequence",
+                str(arguments.sequence),
+                "--worker",
+                folder,
+                scaling,
+            ]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             results.append(json.loads(done.stdout.splitlines()[-1]))
-write_json(arguments.json, {"question": "memory of a LoRA step over a frozen base", "results": results})
+write_json(
+    arguments.json, {"question": "memory of a LoRA step over a frozen base", "results": results}
+)
 first = {result["scaling"]: result["peak"] for result in results if result["base"] == "bf16"}
 print(f"{results[0]['elements'] / 1e6:.0f} M elements in the base's Linears")
-rows = [[r["scaling"], r["base"], r["bytes"], r["peak"] / 1e6, r["peak"] / first[r["scaling"]]] for r in results]
+rows = [
+    [r["scaling"], r["base"], r["bytes"], r["peak"] / 1e6, r["peak"] / first[r["scaling"]]]
+    for r in results
+]
 print(table(["scaling", "base", "bytes/element", "peak, MB", "/ bf16's"], rows))

@@ -1,10 +1,12 @@
 """Measure the error of a mean of gradients sent in FP8.
 
-Relative L2 error, and the share of nonzero elements flushed to zero, for N ranks (simulated in one process;
-tests/distributed compares the simulation with the real collective to the bit):
+Relative L2 error, and the share of nonzero elements flushed to zero, for N ranks (simulated in one
+process; tests/distributed compares the simulation with the real collective to the bit):
 
-- two-shot, with one scale for 128 elements (fp8_backends.comm's message), for 1024, and for the whole tensor;
-- a ring whose partial sums are E4M3, after a factor 1/sqrt(N) that leaves room for them (FP8-LM's DDP).
+- two-shot, with one scale for 128 elements (fp8_backends.comm's message), for 1024, and for the
+  whole tensor;
+- a ring whose partial sums are E4M3, after a factor 1/sqrt(N) that leaves room for them (FP8-LM's
+DDP).
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def two_shot(all_of: torch.Tensor, block: int) -> torch.Tensor:
     size, shard = all_of.shape[0], NUMEL // all_of.shape[0]
     sent = torch.stack([cast(each, block) for each in all_of]).view(size, size, shard)
     owners = torch.arange(size)
-    sent[owners, owners] = all_of.view(size, size, shard)[owners, owners]  # an owner's own part is not sent
+    # an owner's own part is not sent
+    sent[owners, owners] = all_of.view(size, size, shard)[owners, owners]
     return cast(sent.mean(0).reshape(-1), block)
 
 
@@ -66,7 +69,9 @@ METHODS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="2,4,8,32")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -80,11 +85,21 @@ def main() -> None:
                 made = method(all_of).double()
                 error = ((made - exact).norm() / exact.norm()).item()
                 lost = ((made == 0) & (exact != 0)).double().mean().item()
-                figures.append({"gradients": kind, "ranks": ranks, "method": name, "error": error, "lost": lost})
+                figures.append(
+                    {
+                        "gradients": kind,
+                        "ranks": ranks,
+                        "method": name,
+                        "error": error,
+                        "lost": lost,
+                    }
+                )
                 row.append(f"{error:.3f} ({lost:.1%} lost)")
             rows.append(row)
     print(table(["gradients", "ranks", *METHODS], rows))
-    write_json(args.json, {"question": "error of a mean over ranks", "elements": NUMEL, "figures": figures})
+    write_json(
+        args.json, {"question": "error of a mean over ranks", "elements": NUMEL, "figures": figures}
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Find a backend's largest micro-batch and largest model in a given memory, and its tokens a second at its best batch.
+"""Find a backend's largest micro-batch and largest model in a given memory, and its tokens a second
+at its best batch.
 
-Train two sizes and extrapolate their peaks by a line; try the predicted size, then its neighbours, until one fits and
-the next does not. On a GPU a size fits if a whole step with AdamW's states completes within memory; on a CPU if the
-tensors of this step stay within `--memory`. The largest model has more decoder layers of the same shape, at a batch of
-one.
+Train two sizes and extrapolate their peaks by a line; try the predicted size, then its neighbours,
+until one fits and the next does not. On a GPU a size fits if a whole step with AdamW's states
+completes within memory; on a CPU if the tensors of this step stay within `--memory`. The largest
+model has more decoder layers of the same shape, at a batch of one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from step import runnable
 from training import SHAPES, Text, Training, device, free
 
 MOST_TRIES = 10
-"""Trials beyond the first two. After them the exact size is given up, as noted in `exact_batch` and `exact_layers`."""
+"""Trials beyond the first two. After them the exact size is given up, as noted in `exact_batch` and
+`exact_layers`."""
 
 
 class Probe:
@@ -57,10 +59,16 @@ class Probe:
             seconds.append(time.perf_counter() - start)
         peak = torch.cuda.max_memory_allocated() if device() == "cuda" else training.peak()
         tokens = batch * self.text.sequence / statistics.median(seconds)
-        return {"peak_bytes": peak, "tokens_per_second": tokens, "parameters": training.parameters()}
+        return {
+            "peak_bytes": peak,
+            "tokens_per_second": tokens,
+            "parameters": training.parameters(),
+        }
 
 
-def largest(probe: Callable[[int], dict | None], memory: float) -> tuple[int, dict[int, dict | None]]:
+def largest(
+    probe: Callable[[int], dict | None], memory: float
+) -> tuple[int, dict[int, dict | None]]:
     """Return the largest size that fits (0: none), and the results of each tried size."""
     tried = {size: probe(size) for size in (1, 2)}
     for _ in range(MOST_TRIES):
@@ -73,8 +81,9 @@ def largest(probe: Callable[[int], dict | None], memory: float) -> tuple[int, di
 
 
 def _next_size(fits: list[int], too_large: int | None, tried: dict, memory: float) -> int:
-    """Return the intersection of memory with the line through the two largest fitting sizes. The peak bends upwards
-    when another part of the step dominates it, so a promise beyond a failed size is halved."""
+    """Return the intersection of memory with the line through the two largest fitting sizes. The
+    peak bends upwards when another part of the step dominates it, so a promise beyond a failed size
+    is halved."""
     best = fits[-1]
     (below, low), (_, high) = ((size, tried[size]["peak_bytes"]) for size in fits[-2:])
     growth = max(1, (high - low) / (best - below))
@@ -108,16 +117,31 @@ def printed(results: list[dict]) -> str:
         value = result.get(key)
         return "-" if value is None else round(value / scale, 2) if scale > 1 else round(value)
 
-    header = ["backend", "form", "largest batch", "best batch", "tokens/s there", "layers", "billion parameters"]
+    header = [
+        "backend",
+        "form",
+        "largest batch",
+        "best batch",
+        "tokens/s there",
+        "layers",
+        "billion parameters",
+    ]
     keys = ["largest_batch", "best_batch", "best_tokens_per_second", "largest_layers"]
-    rows = [[r["backend"], r["form"], *(of(r, key) for key in keys), of(r, "largest_parameters", 1e9)] for r in results]
+    rows = [
+        [r["backend"], r["form"], *(of(r, key) for key in keys), of(r, "largest_parameters", 1e9)]
+        for r in results
+    ]
     return table(header, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cuda = device() == "cuda"
-    parser.add_argument("--backends", default="te:delayed,ao:tensorwise,native:dynamic,msamp:O1,msamp:O2,msamp:O3")
+    parser.add_argument(
+        "--backends", default="te:delayed,ao:tensorwise,native:dynamic,msamp:O1,msamp:O2,msamp:O3"
+    )
     parser.add_argument("--form", choices=("eager", "compiled"), default="eager")
     parser.add_argument("--questions", default="batch,model")
     parser.add_argument("--shape", choices=list(SHAPES), default="8b-4layers" if cuda else "tiny")
@@ -132,7 +156,12 @@ def main() -> None:
         if found := attempt(f"{backend}, {form}", measure, backend, form, arguments, text):
             results.append(found)
         told = {name: value for name, value in vars(arguments).items() if name != "json"}
-        record = {"question": "largest batch and model", "precision": plain(), "arguments": told, "results": results}
+        record = {
+            "question": "largest batch and model",
+            "precision": plain(),
+            "arguments": told,
+            "results": results,
+        }
         write_json(arguments.json, record)
         print(printed(results[-1:]), flush=True)
     print(printed(results))

@@ -1,7 +1,8 @@
-"""Compare final losses of the levels with plain training, on the model and text of `fp8-backends compare`, run by this
-command.
+"""Compare final losses of the levels with plain training, on the model and text of `fp8-backends
+compare`, run by this command.
 
-Its seeds, schedule, held-out windows and paired 95 % intervals; the record keeps one row per backend.
+Its seeds, schedule, held-out windows and paired 95 % intervals; the record keeps one row per
+backend.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ def found_of(results: dict) -> list[dict]:
             "verdict": row.gap.verdict(),
         }
         losses = summary.held_out_losses(results, row.backend)
-        found.append({"backend": row.backend, "held_out_loss": row.held_out_loss, "gap": gap, "by_seed": losses})
+        found.append(
+            {
+                "backend": row.backend,
+                "held_out_loss": row.held_out_loss,
+                "gap": gap,
+                "by_seed": losses,
+            }
+        )
     return found
 
 
@@ -58,7 +66,9 @@ def printed(found: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backends", default="msamp:O2,msamp:O3")
     parser.add_argument("--reference", default=plain())
     parser.add_argument("--seeds", type=int, default=5)
@@ -69,9 +79,18 @@ def main() -> None:
     results = compared(arguments)
     found = found_of(results)
     print(printed(found))
-    settings = {name: results["settings"][name] for name in ("seeds", "steps", "lr", "shape", "batch", "sequence")}
-    record = {"question": "held-out loss of the levels", "precision": arguments.reference, "settings": settings}
-    write_json(arguments.json, {**record, "text_sha256": results["text"]["sha256"], "results": found})
+    settings = {
+        name: results["settings"][name]
+        for name in ("seeds", "steps", "lr", "shape", "batch", "sequence")
+    }
+    record = {
+        "question": "held-out loss of the levels",
+        "precision": arguments.reference,
+        "settings": settings,
+    }
+    write_json(
+        arguments.json, {**record, "text_sha256": results["text"]["sha256"], "results": found}
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Time one linear layer, forward and backward, in FP8, plain, and with TorchAO.
 
-All run interleaved in one process, eager and compiled; a ratio refers to another's time in the same round, below 1 is
-faster. `torchao` is TorchAO without this package, and `ao:tensorwise` the same through it. Each dtype, of weights,
-inputs and results, is measured separately: by default bf16, or FP32 on a CPU without bf16 products. A plain bf16 layer
-takes a minute there: it runs once, eager, and every round is compared with it.
+All run interleaved in one process, eager and compiled; a ratio refers to another's time in the same
+round, below 1 is faster. `torchao` is TorchAO without this package, and `ao:tensorwise` the same
+through it. Each dtype, of weights, inputs and results, is measured separately: by default bf16, or
+FP32 on a CPU without bf16 products. A plain bf16 layer takes a minute there: it runs once, eager,
+and every round is compared with it.
 """
 
 from __future__ import annotations
@@ -12,17 +13,36 @@ import argparse
 import itertools
 
 import torch
-from measuring import DTYPES, Attempts, interleaved, interval, plain, ratio, summary, table, write_json
+from measuring import (
+    DTYPES,
+    Attempts,
+    interleaved,
+    interval,
+    plain,
+    ratio,
+    summary,
+    table,
+    write_json,
+)
 from torch import nn
 
 TOKENS = 8192
-LLAMAS = {"llama-1b": (2048, 512, 8192), "llama-8b": (4096, 1024, 14336), "llama-70b": (8192, 1024, 28672)}
+LLAMAS = {
+    "llama-1b": (2048, 512, 8192),
+    "llama-8b": (4096, 1024, 14336),
+    "llama-70b": (8192, 1024, 28672),
+}
 """Width of the model, of keys and values, of the feed-forward part."""
 
 
 def projections(width: int, keys: int, wide: int) -> list[tuple[int, int, int]]:
     """(tokens, in, out) of query and output, of key and value, of gate and up, of down."""
-    return [(TOKENS, width, width), (TOKENS, width, keys), (TOKENS, width, wide), (TOKENS, wide, width)]
+    return [
+        (TOKENS, width, width),
+        (TOKENS, width, keys),
+        (TOKENS, width, wide),
+        (TOKENS, wide, width),
+    ]
 
 
 SHAPES = {
@@ -51,7 +71,11 @@ def layer_step(backend: str, form: str, shape: tuple[int, int, int], name: str, 
         torchao_layer(model)
     elif backend != name:
         fp8_backends.prepare(model, None, backend)
-    run = torch.compile(model, fullgraph=not backend.startswith("te")) if form == "compiled" else model
+    run = (
+        torch.compile(model, fullgraph=not backend.startswith("te"))
+        if form == "compiled"
+        else model
+    )
     x = torch.randn(tokens, n_in, dtype=dtype, device=device, requires_grad=True)
     dy = torch.randn(tokens, n_out, dtype=dtype, device=device)
 
@@ -82,7 +106,11 @@ def compared(own: list[float], other: list[float]) -> dict:
 
 
 def measure(
-    shape: tuple[int, int, int], name: str, arguments: argparse.Namespace, device: str, attempt: Attempts
+    shape: tuple[int, int, int],
+    name: str,
+    arguments: argparse.Namespace,
+    device: str,
+    attempt: Attempts,
 ) -> list[dict]:
     """Return one result per available backend and form, in this dtype."""
     from fp8_backends.compute import hardware
@@ -97,43 +125,74 @@ def measure(
                 steps[backend, form] = attempt(f"{backend}, {form}", first_step, *of)
             elif form == "eager":
                 seconds[backend, form] = only_step(*of)
-    seconds |= interleaved({key: step for key, step in steps.items() if step}, arguments.runs, calls=arguments.calls)
+    seconds |= interleaved(
+        {key: step for key, step in steps.items() if step}, arguments.runs, calls=arguments.calls
+    )
     references = {"to_plain": name, "to_dynamic": "native:dynamic", "to_torchao": arguments.peer}
     results = []
     for backend, form in seconds:
-        found = {"shape": shape, "dtype": name, "backend": backend, "form": form, **summary(seconds[backend, form])}
+        found = {
+            "shape": shape,
+            "dtype": name,
+            "backend": backend,
+            "form": form,
+            **summary(seconds[backend, form]),
+        }
         found["tflops"] = 6 * shape[0] * shape[1] * shape[2] / found["median_s"] / 1e12
         for key, reference in references.items():
             if (reference, form) in seconds:
                 found[key] = compared(seconds[backend, form], seconds[reference, form])
         if (arguments.peer, "eager") in seconds:
-            found["to_torchao_eager"] = compared(seconds[backend, form], seconds[arguments.peer, "eager"])
+            found["to_torchao_eager"] = compared(
+                seconds[backend, form], seconds[arguments.peer, "eager"]
+            )
         results.append(found)
     return results
 
 
-COLUMNS = {"to_plain": "time / plain", "to_torchao": "time / TorchAO", "to_torchao_eager": "time / TorchAO, eager"}
+COLUMNS = {
+    "to_plain": "time / plain",
+    "to_torchao": "time / TorchAO",
+    "to_torchao_eager": "time / TorchAO, eager",
+}
 
 
 def printed(results: list[dict]) -> str:
     rows = []
     for each in results:
-        row = ["x".join(map(str, each["shape"])), *(each[key] for key in ("dtype", "backend", "form"))]
+        row = [
+            "x".join(map(str, each["shape"])),
+            *(each[key] for key in ("dtype", "backend", "form")),
+        ]
         row += [each["median_s"] * 1e3, each["tflops"]]
         rows.append(row + [interval(each[key]) if key in each else "-" for key in COLUMNS])
-    return table(["tokens x in x out", "dtype", "backend", "form", "ms", "TFLOP/s", *COLUMNS.values()], rows)
+    return table(
+        ["tokens x in x out", "dtype", "backend", "form", "ms", "TFLOP/s", *COLUMNS.values()], rows
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cuda = torch.cuda.is_available()
-    parser.add_argument("--backends", default="native:dynamic,native:delayed,native:rowwise,ao:tensorwise,torchao")
-    parser.add_argument("--peer", default="ao:tensorwise", help="the backend that stands for TorchAO in ratios")
-    parser.add_argument("--shapes", default="llama" if cuda else "small", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--backends", default="native:dynamic,native:delayed,native:rowwise,ao:tensorwise,torchao"
+    )
+    parser.add_argument(
+        "--peer", default="ao:tensorwise", help="the backend that stands for TorchAO in ratios"
+    )
+    parser.add_argument(
+        "--shapes", default="llama" if cuda else "small", help=f"of {', '.join(SHAPES)}"
+    )
     parser.add_argument("--forms", default="eager", help="eager, compiled or both with a comma")
-    parser.add_argument("--dtypes", default=plain(), help="bf16, fp32 or both with a comma (default: the fast one)")
+    parser.add_argument(
+        "--dtypes", default=plain(), help="bf16, fp32 or both with a comma (default: the fast one)"
+    )
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=8 if cuda else 1, help="between two readings of the clock")
+    parser.add_argument(
+        "--calls", type=int, default=8 if cuda else 1, help="between two readings of the clock"
+    )
     parser.add_argument("--json")
     arguments = parser.parse_args()
     results, attempt = [], Attempts()

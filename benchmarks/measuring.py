@@ -1,5 +1,5 @@
-"""Share between benchmarks: interleaved timing, ratios with their interval, resident memory, the baseline of FP8, a
-JSON record of the machine.
+"""Share between benchmarks: interleaved timing, ratios with their interval, resident memory, the
+baseline of FP8, a JSON record of the machine.
 
 As a script, print the name of this CPU's features, used in the names of its records.
 """
@@ -36,12 +36,13 @@ _BF16_FEATURES = {
     "bf16": "neon_bf16",
     "sve_bf16": "neon_bf16",
 }
-"""By capability, as named by `torch.cpu.get_capabilities`; the best first, the last two are Arm's."""
+"""By capability, as named by `torch.cpu.get_capabilities`; the best first, the last two are
+Arm's."""
 
 
 def cpu_features() -> str:
-    """Return the instructions used by PyTorch on this CPU in its current setting: `avx512_bf16` and the like with bf16
-    products in hardware, else `avx2`, `avx512`, `neon`, …"""
+    """Return the instructions used by PyTorch on this CPU in its current setting: `avx512_bf16` and
+    the like with bf16 products in hardware, else `avx2`, `avx512`, `neon`, …"""
     from fp8_backends.compute import hardware
 
     capabilities = hardware._cpu_capabilities()
@@ -51,27 +52,36 @@ def cpu_features() -> str:
 
 
 def switched() -> str:
-    """Return manual switches that keep PyTorch from using all of this CPU; empty if there are none."""
+    """Return manual switches that keep PyTorch from using all of this CPU; empty if there are
+    none."""
     vectors = os.environ.get("ATEN_CPU_CAPABILITY")
-    parts = [f"ATEN_CPU_CAPABILITY={vectors}" if vectors else "", "" if torch.backends.mkldnn.enabled else "oneDNN off"]
+    parts = [
+        f"ATEN_CPU_CAPABILITY={vectors}" if vectors else "",
+        "" if torch.backends.mkldnn.enabled else "oneDNN off",
+    ]
     return ", ".join(filter(None, parts))
 
 
 def plain(device: str | None = None) -> str:
-    """Return the fast precision without FP8 on this machine's device, or on another: `bf16`, or `fp32` on a CPU without
-    bf16 products. It is FP8's baseline, and Accelerate's precision around FP8."""
+    """Return the fast precision without FP8 on this machine's device, or on another: `bf16`, or
+    `fp32` on a CPU without bf16 products. It is FP8's baseline, and Accelerate's precision around
+    FP8."""
     from fp8_backends.compute import hardware
 
     return hardware.fast_precision(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def precision_of(backend: str, **fields) -> dict:
-    """Return `Accelerator`'s argument for a backend with recipe fields, or for `bf16` or `fp32` without FP8."""
+    """Return `Accelerator`'s argument for a backend with recipe fields, or for `bf16` or `fp32`
+    without FP8."""
     if backend in DTYPES:
         return {"mixed_precision": "bf16" if backend == "bf16" else "no"}
     import fp8_backends
 
-    return {"mixed_precision": "fp8", "kwargs_handlers": [fp8_backends.FP8RecipeKwargs(backend=backend, **fields)]}
+    return {
+        "mixed_precision": "fp8",
+        "kwargs_handlers": [fp8_backends.FP8RecipeKwargs(backend=backend, **fields)],
+    }
 
 
 def machine() -> dict:
@@ -97,10 +107,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def interleaved(functions: dict, runs: int, warmup: int = 2, seed: int = 0, calls: int = 1) -> dict[str, list[float]]:
-    """Return the seconds of each function over `runs` rounds. Each round runs all of them, in a new random order, so a
-    drift of the machine's speed affects all equally. calls: number of calls between two clock readings, each after a
-    device synchronization; seconds are per call."""
+def interleaved(
+    functions: dict, runs: int, warmup: int = 2, seed: int = 0, calls: int = 1
+) -> dict[str, list[float]]:
+    """Return the seconds of each function over `runs` rounds. Each round runs all of them, in a new
+    random order, so a drift of the machine's speed affects all equally. calls: number of calls
+    between two clock readings, each after a device synchronization; seconds are per call."""
     names, order = list(functions), random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(warmup + runs):
@@ -120,7 +132,9 @@ def ratio(numerator: list[float], denominator: list[float], resamples: int = 400
     """Return the median of the ratios paired by round, with a 95 % bootstrap interval."""
     ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
     rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(resamples))
+    medians = sorted(
+        statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(resamples)
+    )
     return {
         "ratio": statistics.median(ratios),
         "low": medians[math.floor(0.025 * resamples)],
@@ -135,7 +149,12 @@ def interval(of: dict) -> str:
 
 
 def summary(seconds: list[float]) -> dict:
-    return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds), "runs": len(seconds)}
+    return {
+        "median_s": statistics.median(seconds),
+        "min_s": min(seconds),
+        "max_s": max(seconds),
+        "runs": len(seconds),
+    }
 
 
 class Attempts:
@@ -171,13 +190,21 @@ def settle() -> None:
 
 
 def resident() -> dict[str, int]:
-    """Bytes in RAM now and at the highest since the last reset. Without /proc both are the highest ever."""
+    """Bytes in RAM now and at the highest since the last reset. Without /proc both are the highest
+    ever."""
     try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return {name: int(fields[key].split()[0]) * 1024 for name, key in (("now", "VmRSS"), ("highest", "VmHWM"))}
+        fields = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
+        return {
+            name: int(fields[key].split()[0]) * 1024
+            for name, key in (("now", "VmRSS"), ("highest", "VmHWM"))
+        }
     except OSError:
         unit = 1 if sys.platform == "darwin" else 1024
-        return dict.fromkeys(("now", "highest"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+        return dict.fromkeys(
+            ("now", "highest"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        )
 
 
 def reset_highest() -> bool:
@@ -198,9 +225,15 @@ def write_json(path: str | None, record: dict) -> None:
 
 def table(header: list[str], rows: list[list]) -> str:
     """Plain aligned text."""
-    cells = [header, *[[f"{c:.3f}" if isinstance(c, float) else str(c) for c in row] for row in rows]]
+    cells = [
+        header,
+        *[[f"{c:.3f}" if isinstance(c, float) else str(c) for c in row] for row in rows],
+    ]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines = [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 

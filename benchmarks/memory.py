@@ -1,17 +1,18 @@
-"""Measure the peak memory of a whole training step at each level, relative to FP32 weights under bf16 autocast (plain
-FP32 on a CPU without bf16 products).
+"""Measure the peak memory of a whole training step at each level, relative to FP32 weights under
+bf16 autocast (plain FP32 on a CPU without bf16 products).
 
-A Llama with random weights of at least 100 M parameters, nearly all in Linears, and one short sequence: weights,
-gradients and states dominate, activations do not. Each level has a separate process, which first trains one layer of
-the same width, to exclude imports and compiled code. Then, of the whole model:
+A Llama with random weights of at least 100 M parameters, nearly all in Linears, and one short
+sequence: weights, gradients and states dominate, activations do not. Each level has a separate
+process, which first trains one layer of the same width, to exclude imports and compiled code. Then,
+of the whole model:
 
-* step 1 creates the optimizer's states; `audit` reads bytes per element of converted weights, and the bytes of
-  activations saved in FP8.
+* step 1 creates the optimizer's states; `audit` reads bytes per element of converted weights, and
+  the bytes of activations saved in FP8.
 * step 2: the highest resident memory of the process, minus its value before the model.
 * step 3: the allocator's highest memory of tensors.
 
-Longer sequences include activations: `--sequence 2048 --saved-activations off,fp8` measures each level with both, and
-`--gradient-release off,on` with and without gradients kept for the step.
+Longer sequences include activations: `--sequence 2048 --saved-activations off,fp8` measures each
+level with both, and `--gradient-release off,on` with and without gradients kept for the step.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ def llama(hidden: int, layers: int, vocabulary: int, sequence: int):
 def fields(backend: str, arguments) -> dict[str, str | bool]:
     """Return the recipe's non-default fields."""
     released = {"gradient_release": True} if arguments.gradient_release == "on" else {}
-    saved = {} if arguments.saved_activations == "off" else {"saved_activations": arguments.saved_activations}
+    saved = (
+        {}
+        if arguments.saved_activations == "off"
+        else {"saved_activations": arguments.saved_activations}
+    )
     return {**saved, **released}
 
 
@@ -65,7 +70,9 @@ class Training:
         model = llama(hidden, layers, arguments.vocabulary, arguments.sequence)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.batch = torch.randint(arguments.vocabulary, (1, arguments.sequence), device=self.accelerator.device)
+        self.batch = torch.randint(
+            arguments.vocabulary, (1, arguments.sequence), device=self.accelerator.device
+        )
 
     def update(self) -> float:
         loss = self.model(input_ids=self.batch, labels=self.batch).loss
@@ -99,7 +106,9 @@ def measure(backend: str, arguments) -> dict:
     losses.append(training.step())
     step = resident()["highest"] - before
     peak = peak_memory(lambda: losses.append(training.step()), training.model, training.optimizer)
-    linears = sum(m.weight.numel() for m in training.model.modules() if isinstance(m, torch.nn.Linear))
+    linears = sum(
+        m.weight.numel() for m in training.model.modules() if isinstance(m, torch.nn.Linear)
+    )
     return {
         "backend": backend,
         **fields(backend, arguments),
@@ -117,9 +126,13 @@ def measure(backend: str, arguments) -> dict:
 
 
 def in_own_process(backend: str, saved: str, released: str, arguments) -> dict:
-    """Run `measure` in a new process with a C library that returns blocks of 64 KB and more to the system at once:
-    otherwise resident memory would include its reserves."""
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    """Run `measure` in a new process with a C library that returns blocks of 64 KB and more to the
+    system at once: otherwise resident memory would include its reserves."""
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
     command = [sys.executable, __file__, "--worker", backend]
     command += ["--saved-activations", saved, "--gradient-release", released]
     for name in ("hidden", "layers", "vocabulary", "sequence"):
@@ -146,33 +159,58 @@ def printed(results: list[dict]) -> str:
         row = [name_of(result)]
         for key in ("peak_tensor_bytes", "peak_resident_bytes"):
             known = result[key] is not None and first[key] is not None
-            row += [round(result[key] / MEGABYTE), result[key] / first[key]] if known else ["-", "-"]
+            row += (
+                [round(result[key] / MEGABYTE), result[key] / first[key]] if known else ["-", "-"]
+            )
         rows.append([*row, result["bytes_per_element"]["total"]])
     return table(header, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backends", default="native:dynamic,msamp:O1,msamp:O2,msamp:O3")
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--saved-activations", default="off", help="of off, fp8 and fp8+attention, by commas")
-    parser.add_argument("--gradient-release", default="off", help="of off and on, by commas; on is for levels above O0")
+    parser.add_argument(
+        "--saved-activations", default="off", help="of off, fp8 and fp8+attention, by commas"
+    )
+    parser.add_argument(
+        "--gradient-release",
+        default="off",
+        help="of off and on, by commas; on is for levels above O0",
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--json")
     arguments = parser.parse_args()
     if arguments.worker:
         print(json.dumps(measure(arguments.worker, arguments)))
         return
-    results, options = [], (arguments.backends, arguments.saved_activations, arguments.gradient_release)
-    for each in dict.fromkeys([(plain(), "off", "off"), *itertools.product(*(of.split(",") for of in options))]):
+    results, options = (
+        [],
+        (arguments.backends, arguments.saved_activations, arguments.gradient_release),
+    )
+    for each in dict.fromkeys(
+        [(plain(), "off", "off"), *itertools.product(*(of.split(",") for of in options))]
+    ):
         results.append(in_own_process(*each, arguments))
-        told = {name: value for name, value in vars(arguments).items() if name not in ("json", "worker")}
-        record = {"question": "peak memory of a step", "precision": plain(), "arguments": told, "results": results}
+        told = {
+            name: value for name, value in vars(arguments).items() if name not in ("json", "worker")
+        }
+        record = {
+            "question": "peak memory of a step",
+            "precision": plain(),
+            "arguments": told,
+            "results": results,
+        }
         write_json(arguments.json, record)
-    print(f"{results[0]['parameters'] / 1e6:.0f} M parameters, {results[0]['in_linears'] / 1e6:.0f} M in Linears")
+    print(
+        f"{results[0]['parameters'] / 1e6:.0f} M parameters, {results[0]['in_linears'] / 1e6:.0f} "
+        "M in Linears"
+    )
     print(printed(results))
 
 

@@ -1,17 +1,20 @@
-"""Train widely used architectures (`architectures.py`) with each backend, and verify its reports on them.
+"""Train widely used architectures (`architectures.py`) with each backend, and verify its reports on
+them.
 
 For every architecture and backend:
 
 * the tiny form takes some steps on one batch with Accelerate, and its loss must fall;
 * the FP8 share of its audit is compared with `torch.utils.flop_counter`;
-* it is saved with `save_pretrained` and loaded by the stock library; after restoring the trained model, both
-  predictions must agree bitwise;
+* it is saved with `save_pretrained` and loaded by the stock library; after restoring the trained
+  model, both predictions must agree bitwise;
 * the peak memory of a training step of the small form is estimated and measured.
 
-Published shapes are traced for a training step on tensors without memory, like in `fp8-backends estimate`.
+Published shapes are traced for a training step on tensors without memory, like in `fp8-backends
+estimate`.
 
-`TE_SITE=FOLDER python benchmarks/models.py --standin` adds TransformerEngine over the tests' stand-in for its kernels
-(`tests/te/standin`), whose memory is not weighed. FOLDER holds the packages of tests/te/requirements.txt.
+`TE_SITE=FOLDER python benchmarks/models.py --standin` adds TransformerEngine over the tests'
+stand-in for its kernels (`tests/te/standin`), whose memory is not weighed. FOLDER holds the
+packages of tests/te/requirements.txt.
 """
 
 from __future__ import annotations
@@ -31,7 +34,12 @@ from measuring import precision_of, table, write_json
 
 BACKENDS = ("native:dynamic", "ao:tensorwise", "msamp:O2", "msamp:O3", "msamp:O4")
 TE = "te:delayed"
-_MIXTRAL_8X22B = {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48}
+_MIXTRAL_8X22B = {
+    "hidden_size": 6144,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 56,
+    "num_attention_heads": 48,
+}
 SHAPES = {
     "GPT-NeoX 20B": transformers.GPTNeoXConfig(use_cache=False),
     "Llama 2 7B": transformers.LlamaConfig(use_cache=False),
@@ -66,7 +74,9 @@ def trained(name: str, backend: str, steps: int) -> dict:
         "layers": len(audit.products),
         "flops_share": audit.flops_share,
         "flops_share_by_pytorch": architectures.flops_share(name, audit.products),
-        "reloaded_equal": _predicts_the_same(accelerator.unwrap_model(model, keep_fp32_wrapper=False), batch),
+        "reloaded_equal": _predicts_the_same(
+            accelerator.unwrap_model(model, keep_fp32_wrapper=False), batch
+        ),
     }
 
 
@@ -79,11 +89,14 @@ def _predicts_the_same(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -
         loaded = type(model).from_pretrained(folder).eval()
     fp8_backends.restore(model)
     with torch.no_grad():
-        return torch.equal(architectures.outputs(model.eval(), batch), architectures.outputs(loaded, batch))
+        return torch.equal(
+            architectures.outputs(model.eval(), batch), architectures.outputs(loaded, batch)
+        )
 
 
 def traced(title: str, backends: list[str]) -> dict:
-    """Parameters of a published shape, and by backend the FP8 share and the bytes of weights, gradients and states."""
+    """Parameters of a published shape, and by backend the FP8 share and the bytes of weights,
+    gradients and states."""
     from fp8_backends.tools.estimate import ModelShape, Workload, estimate
 
     workload = Workload(model=ModelShape(title, SHAPES[title]))
@@ -97,12 +110,18 @@ def traced(title: str, backends: list[str]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default=",".join(architectures.ARCHITECTURES))
     parser.add_argument("--backends", default=",".join(BACKENDS))
-    parser.add_argument("--size", default="small", choices=architectures.SIZES, help="of the form that is weighed")
+    parser.add_argument(
+        "--size", default="small", choices=architectures.SIZES, help="of the form that is weighed"
+    )
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--standin", action="store_true", help=f"add {TE}, over the tests' stand-in for its kernels")
+    parser.add_argument(
+        "--standin", action="store_true", help=f"add {TE}, over the tests' stand-in for its kernels"
+    )
     parser.add_argument("--json")
     arguments = parser.parse_args()
     record = {"question": "models", "arguments": vars(arguments)}
@@ -121,7 +140,9 @@ def main() -> None:
     if arguments.standin:  # last: all others run in a process without TransformerEngine
         activate_standin()
         backends.append(TE)
-        results += [{"model": name, "backend": TE, **trained(name, TE, arguments.steps)} for name in names]
+        results += [
+            {"model": name, "backend": TE, **trained(name, TE, arguments.steps)} for name in names
+        ]
     print(printed(results))
     for title in SHAPES:
         record["shapes"].append(traced(title, backends))
@@ -139,12 +160,24 @@ def activate_standin() -> None:
 
 
 def printed(results: list[dict]) -> str:
-    header = ["model", "backend", "loss", "share", "by PyTorch", "reloaded", "estimate / measured peak"]
+    header = [
+        "model",
+        "backend",
+        "loss",
+        "share",
+        "by PyTorch",
+        "reloaded",
+        "estimate / measured peak",
+    ]
     rows = []
     for each in results:
         losses = f"{each['losses'][0]:.3f} to {each['losses'][-1]:.3f}"
         shares = [f"{100 * each[key]:.2f} %" for key in ("flops_share", "flops_share_by_pytorch")]
-        peaks = f"{each['estimated_peak'] / each['measured_peak']:.3f}" if "measured_peak" in each else None
+        peaks = (
+            f"{each['estimated_peak'] / each['measured_peak']:.3f}"
+            if "measured_peak" in each
+            else None
+        )
         equal = "equal" if each["reloaded_equal"] else "not equal"
         rows.append([each["model"], each["backend"], losses, *shares, equal, peaks])
     return table(header, rows)

@@ -1,9 +1,9 @@
-"""Time an optimizer step over MS-AMP's states, relative to `torch.optim.AdamW(fused=True)` over FP32, TorchAO's and
-bitsandbytes' low-bit AdamW, and a copy in memory.
+"""Time an optimizer step over MS-AMP's states, relative to `torch.optim.AdamW(fused=True)` over
+FP32, TorchAO's and bitsandbytes' low-bit AdamW, and a copy in memory.
 
-All run interleaved in one process over the same number of elements; ratios refer to the other's time in the same round.
-Bytes moved are a step's reads and writes without caches: one pass for the levels. The share is relative to a copy's
-rate.
+All run interleaved in one process over the same number of elements; ratios refer to the other's
+time in the same round. Bytes moved are a step's reads and writes without caches: one pass for the
+levels. The share is relative to a copy's rate.
 """
 
 from __future__ import annotations
@@ -62,12 +62,18 @@ class Step:
 def slot(values: torch.Tensor, fmt: Format | None, block_size: int = 0) -> Slot:
     if fmt is None:
         return Slot(values)
-    made = quantize_pair(values) if fmt is E4M11 else quantize(values, fmt.dtype, block_size=block_size)
+    made = (
+        quantize_pair(values)
+        if fmt is E4M11
+        else quantize(values, fmt.dtype, block_size=block_size)
+    )
     return Slot(made.codes, made.scale_inv, block_size, made.stored.residual)
 
 
 def bytes_of(slots) -> int:
-    tensors = [part for each in slots if each for part in (each.data, each.scale_inv, each.residual)]
+    tensors = [
+        part for each in slots if each for part in (each.data, each.scale_inv, each.residual)
+    ]
     return sum(part.nbytes for part in tensors if part is not None)
 
 
@@ -109,8 +115,8 @@ def peer(name: str) -> type[torch.optim.Optimizer]:
 
 
 def peer_step(name: str, numel: int, tensors: int, device: str) -> Step:
-    """The step of another AdamW over FP32 weights, tried once. Moments of 256 elements share a scale: it takes
-    matrices."""
+    """The step of another AdamW over FP32 weights, tried once. Moments of 256 elements share a
+    scale: it takes matrices."""
     parameters = []
     for part in range(tensors):
         rows = max(1, (numel * (part + 1) // tensors - numel * part // tensors) // 1024)
@@ -126,13 +132,19 @@ def peer_steps(numel: int, tensors: int, device: str) -> dict[str, Step]:
     """Return the available peers; print the reason for each missing one."""
     steps = {}
     if numel < COMPARED_FROM:
-        print(f"not run: {', '.join(PEERS)}: below {COMPARED_FROM} elements they are calls and compiling alone")
+        print(
+            f"not run: {', '.join(PEERS)}: below {COMPARED_FROM} elements they are calls and "
+            "compiling alone"
+        )
         return steps
     for name in PEERS:
         try:
             steps[name] = peer_step(name, numel, tensors, device)
         except Exception as error:  # a missing peer, or one without support for this device
-            print(f"not run: {name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            print(
+                f"not run: {name}: {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}"
+            )
     return steps
 
 
@@ -143,7 +155,9 @@ def copy_step(numel: int, device: str) -> Step:
     return Step(lambda: target.copy_(source), None, 8.0)
 
 
-def result(name: str, step: Step, seconds: dict[str, list[float]], elements: int, copied: float) -> dict:
+def result(
+    name: str, step: Step, seconds: dict[str, list[float]], elements: int, copied: float
+) -> dict:
     """Return one step's figures. copied: bytes per element moved by the copy."""
     found = {"step": name, "bytes": step.bytes, "moved": step.moved, **summary(seconds[name])}
     found["nanoseconds_per_element"] = found["median_s"] / elements * 1e9
@@ -157,17 +171,27 @@ def result(name: str, step: Step, seconds: dict[str, list[float]], elements: int
 
 def row(found: dict) -> list:
     ratios = [found[key]["ratio"] if key in found else "-" for key in ("to_fused", "to_torchao")]
-    numbers = ["-" if found.get(key) is None else found[key] for key in ("bytes", "moved", "copy_share")]
+    numbers = [
+        "-" if found.get(key) is None else found[key] for key in ("bytes", "moved", "copy_share")
+    ]
     return [found["step"], *numbers[:2], found["nanoseconds_per_element"], *ratios, numbers[2]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--levels", default=";".join(LEVELS), help="separated by semicolons")
-    parser.add_argument("--elements", type=int, default=2**28 if torch.cuda.is_available() else 20_000_000)
-    parser.add_argument("--tensors", type=int, default=1, help="parameters that have these elements")
+    parser.add_argument(
+        "--elements", type=int, default=2**28 if torch.cuda.is_available() else 20_000_000
+    )
+    parser.add_argument(
+        "--tensors", type=int, default=1, help="parameters that have these elements"
+    )
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--eager", action="store_true", help="as PyTorch's operations, one after the other")
+    parser.add_argument(
+        "--eager", action="store_true", help="as PyTorch's operations, one after the other"
+    )
     parser.add_argument("--no-peers", action="store_true", help="without TorchAO and bitsandbytes")
     parser.add_argument("--json")
     arguments = parser.parse_args()
@@ -175,9 +199,15 @@ def main() -> None:
     size = arguments.elements, arguments.tensors, device
     steps = {COPY: copy_step(arguments.elements, device), FUSED: peer_step(FUSED, *size)}
     steps |= {} if arguments.no_peers else peer_steps(*size)
-    steps |= {level: scaled_step(level, *size, not arguments.eager) for level in arguments.levels.split(";")}
+    steps |= {
+        level: scaled_step(level, *size, not arguments.eager)
+        for level in arguments.levels.split(";")
+    }
     seconds = interleaved({name: step.run for name, step in steps.items()}, arguments.runs)
-    results = [result(name, step, seconds, arguments.elements, steps[COPY].moved) for name, step in steps.items()]
+    results = [
+        result(name, step, seconds, arguments.elements, steps[COPY].moved)
+        for name, step in steps.items()
+    ]
     header = [
         "step",
         "bytes / element",
@@ -188,7 +218,11 @@ def main() -> None:
         "share of a copy's rate",
     ]
     print(table(header, [row(each) for each in results]))
-    record = {"question": "time of an optimizer step", "elements": arguments.elements, "tensors": arguments.tensors}
+    record = {
+        "question": "time of an optimizer step",
+        "elements": arguments.elements,
+        "tensors": arguments.tensors,
+    }
     write_json(arguments.json, {**record, "compiled": not arguments.eager, "results": results})
 
 

@@ -1,8 +1,9 @@
 """Measure the cost of Accelerate with the `ao` backend, relative to a hand-written TorchAO loop.
 
-Both train the same Llama-shaped model on the same batches; steps alternate in random order, paired by round. Each loop
-has several instances, created in turn, and a round takes their sum: a model's memory addresses make two equal loops
-differ by a per cent. Target: the upper end of the ratio's interval at most 1.02.
+Both train the same Llama-shaped model on the same batches; steps alternate in random order, paired
+by round. Each loop has several instances, created in turn, and a round takes their sum: a model's
+memory addresses make two equal loops differ by a per cent. Target: the upper end of the ratio's
+interval at most 1.02.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ def small_llama(hidden: int, layers: int):
 
 
 def raw_step(model, batch):
-    """The loop as TorchAO's own documentation has it, under bf16 autocast (none on a CPU without bf16 products)."""
+    """The loop as TorchAO's own documentation has it, under bf16 autocast (none on a CPU without
+    bf16 products)."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     from fp8_backends.compute import hardware
 
     config = Float8LinearConfig(pad_inner_dim=True)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != "lm_head")
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda m, name: name != "lm_head"
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step():
@@ -72,7 +76,9 @@ def accelerate_step(model, batch):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--instances", type=int, default=3, help="of each loop")
     parser.add_argument("--hidden", type=int, default=384)
@@ -96,12 +102,18 @@ def main() -> None:
     losses = {name: [first[name, i] for i in range(arguments.instances)] for name in loops}
     measured = interleaved(steps, arguments.runs)
     seconds = {
-        name: [sum(times) for times in zip(*[measured[name, i] for i in range(arguments.instances)], strict=True)]
+        name: [
+            sum(times)
+            for times in zip(*[measured[name, i] for i in range(arguments.instances)], strict=True)
+        ]
         for name in loops
     }
     cost = ratio(seconds["accelerate"], seconds["raw"])
     print(
-        table(["loop", "median s", "min s", "max s"], [[n, *list(summary(s).values())[:3]] for n, s in seconds.items()])
+        table(
+            ["loop", "median s", "min s", "max s"],
+            [[n, *list(summary(s).values())[:3]] for n, s in seconds.items()],
+        )
     )
     pairs = f"{cost['runs']} pairs of {arguments.instances} steps"
     print(f"accelerate / raw: {cost['ratio']:.4f} [{cost['low']:.4f}, {cost['high']:.4f}], {pairs}")

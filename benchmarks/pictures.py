@@ -1,11 +1,13 @@
-"""Draw the pictures of the README and the guides, in light and dark, from records and from the package.
+"""Draw the pictures of the README and the guides, in light and dark, from records and from the
+package.
 
     benchmarks/pictures.py                            prints the name and size of each picture
     benchmarks/pictures.py --write                    writes them to fp8_backends/docs/pictures
     benchmarks/pictures.py --record memory,monitor    first writes the records of these two pictures, in minutes
 
-A picture is an SVG of 440 units across: its texts stay readable on a telephone. Colours and marks are those of the
-package's own pages (`fp8_backends/tools/page.css`). A test compares the files with the records.
+A picture is an SVG of 440 units across: its texts stay readable on a telephone. Colours and marks
+are those of the package's own pages (`fp8_backends/tools/page.css`). A test compares the files with
+the records.
 """
 
 from __future__ import annotations
@@ -67,14 +69,21 @@ class Picture:
     parts: list[str] = field(default_factory=list)
     y: float = MARGIN
 
-    def text(self, x: float, words: str, css: str = "", anchor: str = "start", down: float = 0) -> None:
+    def text(
+        self, x: float, words: str, css: str = "", anchor: str = "start", down: float = 0
+    ) -> None:
         name = f' class="{css}"' if css else ""
         moved = f' text-anchor="{anchor}"' if anchor != "start" else ""
-        self.parts.append(f'<text x="{x:g}" y="{self.y + down:g}"{name}{moved}>{escape(words)}</text>')
-
-    def rect(self, x: float, y: float, width: float, height: float, color: str, more: str = "") -> None:
         self.parts.append(
-            f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" fill="var(--{color})"{more}/>'
+            f'<text x="{x:g}" y="{self.y + down:g}"{name}{moved}>{escape(words)}</text>'
+        )
+
+    def rect(
+        self, x: float, y: float, width: float, height: float, color: str, more: str = ""
+    ) -> None:
+        self.parts.append(
+            f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}" '
+            f'fill="var(--{color})"{more}/>'
         )
 
     def heading(self, words: str) -> None:
@@ -107,8 +116,11 @@ class Picture:
         self.text(MARGIN, name, "row-label")
         self.text(WIDTH - MARGIN, label, "value", "end")
 
-    def bar(self, parts: Sequence[tuple[float, str]], largest: float, height: int = 16, labels: str = "") -> None:
-        """Draw (value, colour) side by side; `labels` formats the values inside, where they have room."""
+    def bar(
+        self, parts: Sequence[tuple[float, str]], largest: float, height: int = 16, labels: str = ""
+    ) -> None:
+        """Draw (value, colour) side by side; `labels` formats the values inside, where they have
+        room."""
         scale, x = (WIDTH - 2 * MARGIN) / largest, float(MARGIN)
         self.y += 7
         for value, color in parts:
@@ -220,7 +232,11 @@ def comparison() -> Picture:
             points = [losses[seed] - expected[seed] for seed in losses]
             label = with_minus_signs(summary.cell(row, "gap"))
             ink = f"var(--{color[row.backend]})"
-            intervals.append(page.Interval(row.backend, ink, row.gap.mean, row.gap.low, row.gap.high, points, label))
+            intervals.append(
+                page.Interval(
+                    row.backend, ink, row.gap.mean, row.gap.low, row.gap.high, points, label
+                )
+            )
     bound = settings["loss_gap_bound"]
     label = f"dashed: bound of {bound:g} nats; bars: 95 % intervals"
     picture.chart(page.intervals(intervals, bound, 0.0, f"Loss gaps to {name}", label))
@@ -238,15 +254,17 @@ def comparison() -> Picture:
         picture.row(shown(row.backend), f"{row.bytes_per_parameter:.1f}")
         picture.bar([(row.bytes_per_parameter, color[row.backend])], largest, 12)
     picture.note(
-        f"fp8-backends compare: a Llama of {parameters / 1e6:.1f} M parameters, {settings['seeds']} seeds of "
-        f"{settings['steps']} steps, on {machine['cores']} cores of an {machine['processor']} (FP8 emulated), torch "
-        f"{plain(results['versions']['torch'])}, {dated(results['date'])}. Levels do not change activations and "
-        f"scratch, {100 * beyond:.0f} % of {name}'s peak."
+        f"fp8-backends compare: a Llama of {parameters / 1e6:.1f} M parameters, "
+        f"{settings['seeds']} seeds of {settings['steps']} steps, on {machine['cores']} cores of "
+        f"an {machine['processor']} (FP8 emulated), torch {plain(results['versions']['torch'])}, "
+        f"{dated(results['date'])}. Levels do not change activations and scratch, "
+        f"{100 * beyond:.0f} % of {name}'s peak."
     )
     picture.description = "; ".join(
         f"{row.backend}: "
         + (f"loss {summary.cell(row, 'gap')} nats against {name}, " if row.gap else "")
-        + f"peak {row.peak_memory_bytes / 1e6:.1f} MB, {row.bytes_per_parameter:.1f} bytes a parameter"
+        + f"peak {row.peak_memory_bytes / 1e6:.1f} MB, {row.bytes_per_parameter:.1f} bytes a "
+        "parameter"
         for row in rows
     )
     return picture
@@ -286,7 +304,10 @@ def level_bytes() -> list[LevelBytes]:
     rows = []
     for level in ("", *STATE_FORMATS):
         found = audited(level and f"msamp:{level}")
-        moments = [f.dtype.itemsize + (4 / f.block_size if f.block_size else 0) for f in STATE_FORMATS.get(level, ())]
+        moments = [
+            f.dtype.itemsize + (4 / f.block_size if f.block_size else 0)
+            for f in STATE_FORMATS.get(level, ())
+        ]
         first, second = moments or (found["optimizer"] / 2, found["optimizer"] / 2)
         parts = (found["weight"], found["gradient"], found["master"], first, second)
         rows.append(LevelBytes(level or "bf16 mixed", *parts))
@@ -303,7 +324,9 @@ def audited(backend: str) -> dict[str, float]:
     import fp8_backends
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.GELU(), nn.Linear(512, 256, bias=False))
+    model = nn.Sequential(
+        nn.Linear(256, 512, bias=False), nn.GELU(), nn.Linear(512, 256, bias=False)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if backend:
         fp8_backends.prepare(model, optimizer, backend)
@@ -322,14 +345,17 @@ def bytes_by_level() -> Picture:
     for row in rows:
         name = row.name if row.name == "bf16 mixed" else f"msamp:{row.name}"
         picture.row(name, f"{row.total:.0f} bytes")
-        picture.bar(list(zip(row[1:], LEVEL_PARTS.values(), strict=True)), rows[0].total, 24, "{:.0f}")
+        picture.bar(
+            list(zip(row[1:], LEVEL_PARTS.values(), strict=True)), rows[0].total, 24, "{:.0f}"
+        )
     picture.note(
-        "Read from live tensors after one step. O3 keeps a master of two bytes, O4 a residual of one; O4's scales add "
-        f"{rows[-1].total - 5:.2f} bytes. bf16 mixed keeps FP32 weights."
+        "Read from live tensors after one step. O3 keeps a master of two bytes, O4 a residual of "
+        f"one; O4's scales add {rows[-1].total - 5:.2f} bytes. bf16 mixed keeps FP32 weights."
     )
     picture.description = "; ".join(
-        f"{row.name}: {row.total:.0f} bytes, of them weight {row.weight:.0f}, gradient {row.gradient:.0f}, master or "
-        f"residual {row.exact:.0f}, exp_avg {row.exp_avg:.0f}, exp_avg_sq {row.exp_avg_sq:.0f}"
+        f"{row.name}: {row.total:.0f} bytes, of them weight {row.weight:.0f}, gradient "
+        f"{row.gradient:.0f}, master or residual {row.exact:.0f}, exp_avg {row.exp_avg:.0f}, "
+        f"exp_avg_sq {row.exp_avg_sq:.0f}"
         for row in rows
     )
     return picture
@@ -355,9 +381,10 @@ def wire() -> Picture:
     picture.y -= 14
     parameters = results[0]["parameters"] / 1e6
     picture.note(
-        f"Two ranks, counted at the collectives: a Llama of {parameters:.1f} M parameters, whose embedding and head "
-        "travel in high precision. native:dynamic gathers codes with enable_fsdp_float8_all_gather=True. torch "
-        f"{plain(machine['torch'])} over gloo, {dated(machine['date'])}."
+        f"Two ranks, counted at the collectives: a Llama of {parameters:.1f} M parameters, whose "
+        "embedding and head travel in high precision. native:dynamic gathers codes with "
+        f"enable_fsdp_float8_all_gather=True. torch {plain(machine['torch'])} over gloo, "
+        f"{dated(machine['date'])}."
     )
     picture.description = "; ".join(sentences)
     return picture
@@ -377,12 +404,19 @@ CHOICE = {
     "Which chip trains?": (
         Exit("none: a CPU", "native:…", "a GPU's casts, to check a recipe; no speed", ("cpu",)),
         Exit("", "bf16", "no FP8 units (V100: fp16); msamp:O2 still saves memory", ("before-fp8",)),
-        Exit("", "compare first", "FP8 brings little or no speed there, by reports", ("ada", "rtx-blackwell")),
+        Exit(
+            "",
+            "compare first",
+            "FP8 brings little or no speed there, by reports",
+            ("ada", "rtx-blackwell"),
+        ),
         Exit("", "", "", ("hopper", "blackwell", "mi300", "mi350")),
     ),
     "Is memory short?": (
         Exit("yes, one GPU", "msamp:O2", "6 bytes in place of 16 for a weight; msamp:O4: 5"),
-        Exit("yes, several GPUs", "msamp:O4", "DDP and ZeRO-2: 2 + 3/N bytes on N ranks; FSDP2: 5/N"),
+        Exit(
+            "yes, several GPUs", "msamp:O4", "DDP and ZeRO-2: 2 + 3/N bytes on N ranks; FSDP2: 5/N"
+        ),
         Exit("no", "", ""),
     ),
     "Is TransformerEngine installed?": (
@@ -390,7 +424,8 @@ CHOICE = {
         Exit("no", "ao:tensorwise", "with torch.compile; or native:dynamic (MI300 emulates it)"),
     ),
 }
-"""Questions, from top to bottom. A test compares the answers with `chips.advice_for` and the README's table."""
+"""Questions, from top to bottom. A test compares the answers with `chips.advice_for` and the
+README's table."""
 
 
 def names_of(keys: Sequence[str]) -> str:
@@ -406,8 +441,8 @@ def decision_tree() -> Picture:
     for question, exits in CHOICE.items():
         top = picture.y
         picture.parts.append(
-            f'<rect x="{MARGIN}" y="{top:g}" width="{WIDTH - 2 * MARGIN}" height="34" rx="8" fill="var(--rule-2)" '
-            'stroke="var(--c1)"/>'
+            f'<rect x="{MARGIN}" y="{top:g}" width="{WIDTH - 2 * MARGIN}" height="34" rx="8" '
+            'fill="var(--rule-2)" stroke="var(--c1)"/>'
         )
         picture.text(MARGIN + 14, question, "heading", down=22)
         picture.y += 40
@@ -421,7 +456,10 @@ def decision_tree() -> Picture:
             for number, line in enumerate(lines):
                 picture.text(MARGIN + 30, line, "plain", down=22 + 17 * number)
             if each.take:
-                picture.parts.append(f'<path d="M{MARGIN + 10} {start + 11:g}h14" stroke="var(--ink-2)" fill="none"/>')
+                picture.parts.append(
+                    f'<path d="M{MARGIN + 10} {start + 11:g}h14" stroke="var(--ink-2)" '
+                    'fill="none"/>'
+                )
                 picture.text(200, "→", "plain", down=22)
                 picture.text(216, each.take, "code", down=22)
                 for number, line in enumerate(textwrap.wrap(each.reason, 29)):
@@ -433,7 +471,9 @@ def decision_tree() -> Picture:
             picture.text(198, "↓ next", "note", down=22 - height - 14)
             bottom = picture.y + 4
             picture.y += 4
-        picture.parts.append(f'<path d="M{MARGIN + 10} {spine:g}V{bottom:g}" stroke="var(--ink-2)" fill="none"/>')
+        picture.parts.append(
+            f'<path d="M{MARGIN + 10} {spine:g}V{bottom:g}" stroke="var(--ink-2)" fill="none"/>'
+        )
     picture.y -= 10
     picture.description = "; ".join(sentences)
     return picture
@@ -455,11 +495,19 @@ def record_memory() -> dict:
 
     settings = {"batch": 1, "sequence": 2048, "checkpointing": True}
     model = from_parameters(8e9)
-    recipes = [fp8_backends.FP8RecipeKwargs(backend=name, autocast_dtype="bf16") for name in MEMORY_BACKENDS]
+    recipes = [
+        fp8_backends.FP8RecipeKwargs(backend=name, autocast_dtype="bf16")
+        for name in MEMORY_BACKENDS
+    ]
     found = estimate(Workload(model=model, **settings), ["bf16", *recipes])
     kept = ("backend", *MEMORY_PARTS, "peak", "peak_at", "parameters")
     results = [{key: each.to_dict()[key] for key in kept} for each in found]
-    return {"torch": plain(torch.__version__), "model": model.title, "settings": settings, "results": results}
+    return {
+        "torch": plain(torch.__version__),
+        "model": model.title,
+        "settings": settings,
+        "results": results,
+    }
 
 
 def memory_8b() -> Picture:
@@ -467,29 +515,42 @@ def memory_8b() -> Picture:
     found = record("memory_8b")
     picture = Picture("Memory of training an 8B model, by level")
     picture.heading("Llama of 8 B parameters on one GPU: gigabytes")
-    picture.legend({"weights": "c1", "gradients": "c2", "Adam's moments": "c3", "master or residual": "c4"}.items())
+    picture.legend(
+        {
+            "weights": "c1",
+            "gradients": "c2",
+            "Adam's moments": "c3",
+            "master or residual": "c4",
+        }.items()
+    )
     largest, sentences, top = max(each["peak"] for each in found["results"]), [], picture.y + 6
     for each in found["results"]:
-        parts = [(each[name], MEMORY_PARTS[name]) for name in ("weights", "gradients", "states", "master")]
+        parts = [
+            (each[name], MEMORY_PARTS[name])
+            for name in ("weights", "gradients", "states", "master")
+        ]
         picture.row(each["backend"], f"{each['peak'] / GIGA:.0f} GB")
         picture.bar(parts, largest, 18)
         sentences.append(f"{each['backend']}: {each['peak'] / GIGA:.0f} GB")
     gib = chips.product_named("h100").gib
     edge = MARGIN + gib * 2**30 / largest * (WIDTH - 2 * MARGIN)
-    picture.parts.append(f'<line class="bound" x1="{edge:.1f}" y1="{top:g}" x2="{edge:.1f}" y2="{picture.y + 8:g}"/>')
+    picture.parts.append(
+        f'<line class="bound" x1="{edge:.1f}" y1="{top:g}" x2="{edge:.1f}" y2="{picture.y + 8:g}"/>'
+    )
     picture.y += 22
     picture.text(edge, f"an H100's {gib} GiB", "note", "middle")
     settings = found["settings"]
     picture.note(
-        f"fp8-backends estimate --params 8B: highest moment of a step with AdamW, a sequence of {settings['sequence']} "
-        f"tokens, activation checkpointing."
+        "fp8-backends estimate --params 8B: highest moment of a step with AdamW, a sequence of "
+        f"{settings['sequence']} tokens, activation checkpointing."
     )
     picture.description = "; ".join(sentences)
     return picture
 
 
 def record_monitor(file: Path) -> None:
-    """Train a small model with delayed scales; the inputs grow eightfold at the sampled step `GROWS_AT`."""
+    """Train a small model with delayed scales; the inputs grow eightfold at the sampled step
+    `GROWS_AT`."""
     import torch
     from torch import nn
 
@@ -497,9 +558,16 @@ def record_monitor(file: Path) -> None:
 
     file.unlink(missing_ok=True)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 64))
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 64)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    spec = {"backend": "native:delayed", "monitor_every": 4, "monitor_file": str(file), "autocast_dtype": "fp32"}
+    spec = {
+        "backend": "native:delayed",
+        "monitor_every": 4,
+        "monitor_file": str(file),
+        "autocast_dtype": "fp32",
+    }
     model, optimizer = fp8_backends.prepare(model, optimizer, spec)
     for step in range(1, 97):
         x = torch.randn(64, 64) * (8 if step >= GROWS_AT else 1)
@@ -515,7 +583,9 @@ def monitor() -> Picture:
     lines = []
     for number, tensor in enumerate(worst, 1):
         by_step = dict(zip(tensor.steps, map(lost_db, tensor.entries), strict=True))
-        values = [math.nan if by_step.get(step) is None else by_step[step] for step in samples.steps]
+        values = [
+            math.nan if by_step.get(step) is None else by_step[step] for step in samples.steps
+        ]
         lines.append(page.Series(f"layer {tensor.label}", f"var(--c{number})", values))
     picture = Picture("What fp8-backends monitor shows")
     picture.heading("Rounding errors during training: the worst tensors")
@@ -523,16 +593,20 @@ def monitor() -> Picture:
     picture.y += 8
     label = "dB below the format's usual SQNR"
     picture.chart(
-        page.curves(lines, samples.steps, "Error of the worst tensors", label, zero_line=True, height=260), 44
+        page.curves(
+            lines, samples.steps, "Error of the worst tensors", label, zero_line=True, height=260
+        ),
+        44,
     )
     picture.note(
-        f"fp8-backends monitor: {samples.last['recipe']}, three Linears, a sample every 4 steps. At step "
-        f"{GROWS_AT} the inputs grow eightfold, and scales from earlier steps clip them."
+        f"fp8-backends monitor: {samples.last['recipe']}, three Linears, a sample every 4 steps. "
+        f"At step {GROWS_AT} the inputs grow eightfold, and scales from earlier steps clip them."
     )
     at = samples.steps.index(GROWS_AT)
     picture.description = "; ".join(
-        f"{line.name}: {line.values[at - 1]:.1f} dB at step {samples.steps[at - 1]}, {line.values[at]:.1f} dB at step "
-        f"{GROWS_AT}, {line.values[-1]:.1f} dB at step {samples.steps[-1]}"
+        f"{line.name}: {line.values[at - 1]:.1f} dB at step {samples.steps[at - 1]}, "
+        f"{line.values[at]:.1f} dB at step {GROWS_AT}, {line.values[-1]:.1f} dB at step "
+        f"{samples.steps[-1]}"
         for line in lines
     )
     return picture
@@ -556,26 +630,32 @@ def speed() -> Picture:
             picture.bar([(ratio["ratio"], f"c{number}" if number else "reference")], largest, 14)
             if number:
                 scale = (WIDTH - 2 * MARGIN) / largest
-                ends, middle = [MARGIN + ratio[end] * scale for end in ("low", "high")], picture.y - 7
+                ends, middle = (
+                    [MARGIN + ratio[end] * scale for end in ("low", "high")],
+                    picture.y - 7,
+                )
                 picture.parts.append(
-                    f'<path d="M{ends[0]:.1f} {middle - 4:g}v8M{ends[0]:.1f} {middle:g}H{ends[1]:.1f}M{ends[1]:.1f} '
-                    f'{middle - 4:g}v8" stroke="var(--ink)" fill="none"/>'
+                    f'<path d="M{ends[0]:.1f} {middle - 4:g}v8M{ends[0]:.1f} '
+                    f'{middle:g}H{ends[1]:.1f}M{ends[1]:.1f} {middle - 4:g}v8" stroke="var(--ink)" '
+                    'fill="none"/>'
                 )
                 sentences.append(f"{each['backend']}, {form}: {label}")
         picture.y += 14
     picture.y -= 14
     arguments = found["arguments"]
     picture.note(
-        f"Four layers of Llama 8B on one {machine['chip']}, {arguments['sequence']:,} tokens a step, "
-        f"{arguments['steps']} timed steps; torch {plain(machine['torch'])}, torchao {machine['torchao']}, "
-        f"{dated(machine['date'])}; with 95 % intervals. te: in another run, a day later."
+        f"Four layers of Llama 8B on one {machine['chip']}, {arguments['sequence']:,} tokens a "
+        f"step, {arguments['steps']} timed steps; torch {plain(machine['torch'])}, torchao "
+        f"{machine['torchao']}, {dated(machine['date'])}; with 95 % intervals. te: in another run, "
+        "a day later."
     )
     picture.description = f"bf16: 1; {'; '.join(sentences)}"
     return picture
 
 
 OF_LOSSES = (
-    "rows reversed", "native:dynamic", "native:delayed", "ao:tensorwise", "te:delayed", "msamp:O2", "msamp:O4"
+    "rows "
+    "reversed", "native:dynamic", "native:delayed", "ao:tensorwise", "te:delayed", "msamp:O2", "msamp:O4"
 )  # fmt: skip
 
 
@@ -584,7 +664,8 @@ def losses() -> Picture:
     found = record("scale_loss_gpu")
     machine, by_name = found["machine"], {each["variant"]: each for each in found["results"]}
     ran = {
-        name: {run["seed"]: run["held_out_loss"] for run in found["runs"] if run["variant"] == name} for name in by_name
+        name: {run["seed"]: run["held_out_loss"] for run in found["runs"] if run["variant"] == name}
+        for name in by_name
     }
     picture = Picture("FP8's loss at 10.7 M parameters, minus bf16's")
     picture.heading("Held-out loss minus bf16's at 10.7 M parameters, nats")
@@ -594,23 +675,26 @@ def losses() -> Picture:
         text = targets.gap(gap["mean"], gap["half_width"])
         points = [ran[name][seed] - ran["reference"][seed] for seed in ran[name]]
         ink = f"var(--{f'c{number}' if number else 'reference'})"
-        intervals.append(page.Interval(label, ink, gap["mean"], gap["low"], gap["high"], points, text))
+        intervals.append(
+            page.Interval(label, ink, gap["mean"], gap["low"], gap["high"], points, text)
+        )
         sentences.append(f"{label}: {text}")
     bound = summary.LOSS_GAP_BOUND
     label = f"dashed: bound of {bound:g} nats; bars: 95 % intervals"
     picture.chart(page.intervals(intervals, bound, 0.0, "Loss gaps to bf16", label))
     seeds = targets.seeds_of(found, OF_LOSSES)
     picture.note(
-        f"A Llama of 10.7 M parameters on one {machine['chip']}, {seeds} seeds of {found['steps']} steps, paired by "
-        f"seed, weights and data; torch {plain(machine['torch'])}, {dated(machine['date'])}. bf16, other sums: rows "
-        "of each batch reversed."
+        f"A Llama of 10.7 M parameters on one {machine['chip']}, {seeds} seeds of {found['steps']} "
+        f"steps, paired by seed, weights and data; torch {plain(machine['torch'])}, "
+        f"{dated(machine['date'])}. bf16, other sums: rows of each batch reversed."
     )
     picture.description = "; ".join(sentences)
     return picture
 
 
 ALL: dict[str, Callable[[], Picture]] = {
-    draw.__name__: draw for draw in (comparison, bytes_by_level, wire, decision_tree, memory_8b, monitor, speed, losses)
+    draw.__name__: draw
+    for draw in (comparison, bytes_by_level, wire, decision_tree, memory_8b, monitor, speed, losses)
 }
 
 
@@ -618,18 +702,24 @@ def files(names: Iterable[str] = ALL) -> dict[str, str]:
     """Return the text of each file by name."""
     pictures = {name: ALL[name]() for name in names}
     return {
-        f"{name}_{theme}.svg": picture.svg(theme) for name, picture in pictures.items() for theme in ("light", "dark")
+        f"{name}_{theme}.svg": picture.svg(theme)
+        for name, picture in pictures.items()
+        for theme in ("light", "dark")
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--record", default="", help="memory,monitor")
     parser.add_argument("--only", help="names of pictures, by commas")
     arguments = parser.parse_args()
     if "memory" in arguments.record:
-        (RESULTS / "memory_8b.json").write_text(json.dumps(record_memory(), indent=1) + "\n", encoding="utf-8")
+        (RESULTS / "memory_8b.json").write_text(
+            json.dumps(record_memory(), indent=1) + "\n", encoding="utf-8"
+        )
     if "monitor" in arguments.record:
         record_monitor(RESULTS / "monitor_sample.jsonl")
     PICTURES.mkdir(exist_ok=True)

@@ -1,12 +1,14 @@
-"""Compare ways to roll out a policy in FP8, by the policy gap and by the rewards of TRL's GRPO over seeds.
+"""Compare ways to roll out a policy in FP8, by the policy gap and by the rewards of TRL's GRPO over
+seeds.
 
     codes       the trainer multiplies in FP8 by blocks, and the engine multiplies its codes (`rollout_weights`)
     blockwise   the same trainer; the engine gets plain weights, and quantizes them by blocks itself
     bf16        the trainer multiplies in bf16; the engine as before
     dynamic     both have one scale for a tensor of activations: it depends on the other tokens of a batch
 
-The engine is a second model in this process with a cache of keys and values, loaded before each generation. A tiny
-Llama learns from nothing to answer with even words, 32 answers of 8 words a step.
+The engine is a second model in this process with a cache of keys and values, loaded before each
+generation. A tiny Llama learns from nothing to answer with even words, 32 answers of 8 words a
+step.
 """
 
 from __future__ import annotations
@@ -42,7 +44,12 @@ SETTINGS = {
 }
 """Backend of the trainer (None: bf16), and scaling of the engine."""
 WORDS = ["<pad>", "<eos>", *(f"w{i}" for i in range(62))]
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 PROMPT, ANSWER, GROUP, BATCH = 4, 8, 8, 32
 FIGURES = ("mean", "largest", "k3", "mult_prob_error", "effective_share")
 
@@ -66,19 +73,28 @@ class Engine:
                 codes[name] = tensor
             elif name.endswith("_scale_inv"):
                 weight = self.model.get_parameter(name.removesuffix("_scale_inv"))
-                weight.copy_(BlockCodes((codes[name.removesuffix("_scale_inv")], tensor), weight.dtype))
+                weight.copy_(
+                    BlockCodes((codes[name.removesuffix("_scale_inv")], tensor), weight.dtype)
+                )
             else:
                 self.model.get_parameter(name).copy_(tensor)
 
     @torch.no_grad()
     def generate(self, ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
         """Return sampled answers, and the logprob of each of their words."""
-        prompts, options = torch.tensor(ids), {"max_new_tokens": ANSWER, "do_sample": True, "top_k": 0}
+        prompts, options = (
+            torch.tensor(ids),
+            {"max_new_tokens": ANSWER, "do_sample": True, "top_k": 0},
+        )
         returned = {"return_dict_in_generate": True, "output_scores": True}
         with torch.autocast("cpu", torch.bfloat16):
-            out = self.model.generate(prompts, attention_mask=torch.ones_like(prompts), **options, **returned)
+            out = self.model.generate(
+                prompts, attention_mask=torch.ones_like(prompts), **options, **returned
+            )
         answers = out.sequences[:, PROMPT:]
-        logprobs = torch.stack(out.scores, dim=1).float().log_softmax(-1).gather(-1, answers.unsqueeze(-1))
+        logprobs = (
+            torch.stack(out.scores, dim=1).float().log_softmax(-1).gather(-1, answers.unsqueeze(-1))
+        )
         return answers.tolist(), logprobs.squeeze(-1).tolist()
 
 
@@ -97,11 +113,16 @@ def run(setting: str, seed: int, steps: int, lr: float) -> dict:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     backend, scaling = SETTINGS[setting]
-    os.environ |= {"ACCELERATE_MIXED_PRECISION": "fp8" if backend else "bf16", "ACCELERATE_FP8_BACKEND": backend or ""}
+    os.environ |= {
+        "ACCELERATE_MIXED_PRECISION": "fp8" if backend else "bf16",
+        "ACCELERATE_FP8_BACKEND": backend or "",
+    }
     if not backend:
         del os.environ["ACCELERATE_FP8_BACKEND"]
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, eos_token_id=1, **SIZES))
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, eos_token_id=1, **SIZES)
+    )
     engine = Engine(model, scaling, multiplies_codes=setting == "codes")
     weights = []
 
@@ -136,7 +157,9 @@ def run(setting: str, seed: int, steps: int, lr: float) -> dict:
             seed=seed,
         )
         data = Dataset.from_dict({"prompt": prompts})
-        trainer = GRPOTrainer(model, reward, args, data, processing_class=tokenizer(), rollout_func=rollout)
+        trainer = GRPOTrainer(
+            model, reward, args, data, processing_class=tokenizer(), rollout_func=rollout
+        )
         watching = PolicyGapCallback(trainer)
         trainer.add_callback(watching)
         trainer.train()
@@ -145,29 +168,44 @@ def run(setting: str, seed: int, steps: int, lr: float) -> dict:
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     tenth = max(steps // 10, 1)
     means = [statistics.fmean(rewards[at : at + tenth]) for at in range(0, len(rewards), tenth)]
-    return {"setting": setting, "seed": seed, "gap": gaps, "rewards": [round(each, 4) for each in means]}
+    return {
+        "setting": setting,
+        "seed": seed,
+        "gap": gaps,
+        "rewards": [round(each, 4) for each in means],
+    }
 
 
 def interval(values: list[float]) -> dict[str, float]:
     """Return the mean with half of its 95 % interval."""
-    half = t_quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    half = (
+        t_quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+        if len(values) > 1
+        else None
+    )
     return {"mean": statistics.fmean(values), "half_width": half}
 
 
 def results(runs: list[dict]) -> list[dict]:
-    """Return by setting the mean gap over the seeds, and the rewards of the tenths of the steps with intervals."""
+    """Return by setting the mean gap over the seeds, and the rewards of the tenths of the steps
+    with intervals."""
     found = []
     for setting in dict.fromkeys(each["setting"] for each in runs):
         own = [each for each in runs if each["setting"] == setting]
         gap = {name: statistics.fmean(each["gap"][name] for each in own) for name in FIGURES}
         gap["largest"] = max(each["gap"]["largest"] for each in own)
-        curve = [interval(list(rewards)) for rewards in zip(*(each["rewards"] for each in own), strict=True)]
+        curve = [
+            interval(list(rewards))
+            for rewards in zip(*(each["rewards"] for each in own), strict=True)
+        ]
         found.append({"setting": setting, "seeds": len(own), "gap": gap, "curve": curve})
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100)
@@ -178,14 +216,23 @@ def main() -> None:
     datasets.disable_progress_bars()
     runs, begun = [], time.perf_counter()
     for seed in range(arguments.seeds):
-        runs += [run(each, seed, arguments.steps, arguments.lr) for each in arguments.settings.split(",")]
+        runs += [
+            run(each, seed, arguments.steps, arguments.lr) for each in arguments.settings.split(",")
+        ]
     found = results(runs)
     rows = [
-        [each["setting"], *(f"{each['gap'][name]:.3g}" for name in FIGURES), f"{each['curve'][-1]['mean']:.3f}"]
+        [
+            each["setting"],
+            *(f"{each['gap'][name]:.3g}" for name in FIGURES),
+            f"{each['curve'][-1]['mean']:.3f}",
+        ]
         for each in found
     ]
     print(table(["setting", *FIGURES, "reward at the end"], rows))
-    record = {"question": "policy gap and rewards of GRPO by the precision of rollouts", "steps": arguments.steps}
+    record = {
+        "question": "policy gap and rewards of GRPO by the precision of rollouts",
+        "steps": arguments.steps,
+    }
     record |= {"lr": arguments.lr, "minutes": (time.perf_counter() - begun) / 60}
     write_json(arguments.json, {**record, "results": found, "runs": runs})
 

@@ -1,16 +1,18 @@
-"""Compare losses at 10.7 million parameters, paired by seed, weights and data: Llama, hidden 384, 6 layers, bytes of
-Python's sources, 2,048 tokens a step, AdamW with betas 0.9 and 0.95.
+"""Compare losses at 10.7 million parameters, paired by seed, weights and data: Llama, hidden 384, 6
+layers, bytes of Python's sources, 2,048 tokens a step, AdamW with betas 0.9 and 0.95.
 
     scale_loss.py --json benchmarks/results/scale_loss_cpu_avx2.json --minutes 60
     scale_loss.py --json benchmarks/results/scale_loss_gpu.json --workers 14 --minutes 5
-    scale_loss.py --json benchmarks/results/scale_loss_1000_gpu.json --steps 1000 --warmup-share 0.1 --seeds 3
+    scale_loss.py --json benchmarks/results/scale_loss_1000_gpu.json --steps 1000 --warmup-share 0.1
+    --seeds 3
 
-A record is extended by a run at a time, seed by seed over all variants: it can be stopped at any moment, and continued
-on another day on the same chip. So small a model leaves a GPU idle: `--workers` trains several runs side by side.
-`rows reversed` is the reference with each batch in the reverse order, other sums of the same numbers. Gradient release
-drops each gradient inside backward, so nothing can be clipped, and its reference is not clipped either. The learning
-rate rises over half of 160 steps: after 16 steps of warm-up the losses are higher, and a pair differs five times as
-much.
+A record is extended by a run at a time, seed by seed over all variants: it can be stopped at any
+moment, and continued on another day on the same chip. So small a model leaves a GPU idle:
+`--workers` trains several runs side by side. `rows reversed` is the reference with each batch in
+the reverse order, other sums of the same numbers. Gradient release drops each gradient inside
+backward, so nothing can be clipped, and its reference is not clipped either. The learning rate
+rises over half of 160 steps: after 16 steps of warm-up the losses are higher, and a pair differs
+five times as much.
 """
 
 from __future__ import annotations
@@ -48,7 +50,15 @@ class Variant(NamedTuple):
         return math.inf if self.against == UNCLIPPED else 1.0
 
 
-FURTHER = "native:rowwise", "native:blockwise", "ao:tensorwise", "te:delayed", "te:dynamic", "msamp:O1", "msamp:O3"
+FURTHER = (
+    "native:rowwise",
+    "native:blockwise",
+    "ao:tensorwise",
+    "te:delayed",
+    "te:dynamic",
+    "msamp:O1",
+    "msamp:O3",
+)
 """Trained only if named."""
 OF_BACKENDS = "native:dynamic", "native:delayed", "native:window", "msamp:O2", "msamp:O4", *FURTHER
 VARIANTS = {
@@ -64,7 +74,11 @@ VARIANTS = {
 def trained(name: str, seed: int, told: dict) -> dict:
     """Train one variant from one seed, and return its losses."""
     variant, reference, hidden = VARIANTS[name], told["precision"], told["hidden"]
-    shape = {"hidden_size": hidden, "intermediate_size": 8 * hidden // 3, "num_hidden_layers": told["layers"]}
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": 8 * hidden // 3,
+        "num_hidden_layers": told["layers"],
+    }
     shape["num_attention_heads"] = max(1, hidden // 64)
     settings = Settings(
         reference=reference, shape=shape, steps=told["steps"], seeds=1, batch=8, sequence=256, lr=1e-3,
@@ -79,7 +93,10 @@ def trained(name: str, seed: int, told: dict) -> dict:
         run.starts = run.starts.flip(1)
     found = run.train(lambda step, loss: None)
     run.accelerator.free_memory()
-    kept = {key: found[key] for key in ("held_out_loss", "final_train_loss", "start_checksum", "unmoved")}
+    kept = {
+        key: found[key]
+        for key in ("held_out_loss", "final_train_loss", "start_checksum", "unmoved")
+    }
     return {"variant": name, "seed": seed, **kept, "minutes": (time.perf_counter() - began) / 60}
 
 
@@ -87,7 +104,8 @@ _text = functools.cache(load_text)
 
 
 def results(runs: list[dict]) -> list[dict]:
-    """Return the paired gap of each variant to its reference, with a 95 % interval, and the mean minutes of a run."""
+    """Return the paired gap of each variant to its reference, with a 95 % interval, and the mean
+    minutes of a run."""
     losses: dict[str, dict[int, float]] = {name: {} for name in VARIANTS}
     for run in runs:
         losses[run["variant"]][run["seed"]] = run["held_out_loss"]
@@ -103,28 +121,47 @@ def results(runs: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=[*VARIANTS.keys() - FURTHER])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--variants", nargs="*", choices=list(VARIANTS), default=[*VARIANTS.keys() - FURTHER]
+    )
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--warmup-share", type=float, default=0.5)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, a process each")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further run after so many")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no further run after so many"
+    )
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     record = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"runs": []}
-    told = {name: getattr(arguments, name) for name in ("steps", "warmup_share", "hidden", "layers", "device")}
+    told = {
+        name: getattr(arguments, name)
+        for name in ("steps", "warmup_share", "hidden", "layers", "device")
+    }
     chip = machine()["chip"] if arguments.device == "cuda" else cpu_features()
     told |= {"features": chip, "precision": plain(arguments.device), "text": _text().sha256}
     if record["runs"] and {name: record[name] for name in told} != told:
-        raise SystemExit(f"{arguments.json.name} holds runs of other settings or another chip: name another file")
+        raise SystemExit(
+            f"{arguments.json.name} holds runs of other settings or another chip: name another file"
+        )
     asked = {*arguments.variants, *(VARIANTS[name].against for name in arguments.variants)}
-    names = [name for name in VARIANTS if name in asked]  # a reference first: its pairs are complete at once
+    # a reference first: its pairs are complete at once
+    names = [name for name in VARIANTS if name in asked]
     done = {(run["seed"], run["variant"]) for run in record["runs"]}
-    jobs = [(name, seed) for seed in range(arguments.seeds) for name in names if (seed, name) not in done]
+    jobs = [
+        (name, seed)
+        for seed in range(arguments.seeds)
+        for name in names
+        if (seed, name) not in done
+    ]
     deadline = time.monotonic() + 60 * arguments.minutes
     attempt = Attempts()
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
@@ -137,7 +174,9 @@ def main() -> None:
             question = "losses at ten million parameters, paired by seed"
             written = {"machine": machine(), "question": question, **told, "runs": record["runs"]}
             unfinished = arguments.json.with_suffix(".part")
-            unfinished.write_text(json.dumps({**written, "results": results(record["runs"])}, indent=1) + "\n")
+            unfinished.write_text(
+                json.dumps({**written, "results": results(record["runs"])}, indent=1) + "\n"
+            )
             unfinished.replace(arguments.json)
     header = ["variant", "seeds", "minutes a run", "gap, nats", "half width"]
     rows = [
@@ -154,7 +193,8 @@ def main() -> None:
 
 
 def _before(deadline: float, name: str, seed: int, told: dict) -> dict | None:
-    """Train one variant, unless the time is over; all processes of a machine share its monotonic clock."""
+    """Train one variant, unless the time is over; all processes of a machine share its monotonic
+    clock."""
     return None if time.monotonic() > deadline else trained(name, seed, told)
 
 

@@ -1,16 +1,17 @@
-"""Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and four pages from the records in
-`benchmarks/results`.
+"""Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and four pages from the
+records in `benchmarks/results`.
 
     benchmarks/tables.py                                  prints them all
     benchmarks/tables.py --write                          writes each between its markers in all documents
     benchmarks/tables.py --write benchmarks/README.rst    the same in one document
 
-The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` and the index have the table
-`summary`, three of the main `figures`; `tables.rst` has `models`, the guide to reliability `reliability`, and
-`speed.rst` `published`. A question without a record prints `not yet measured`. CPU questions have a table per recorded
-kind of CPU, and the targets read one CPU with bf16 products and one without: the usual two, `targets.USUAL`, if
-recorded, else the first by name. Every table names the machine, the versions and the date, and pairs speeds with
-losses for trained models.
+The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` and the index
+have the table `summary`, three of the main `figures`; `tables.rst` has `models`, the guide to
+reliability `reliability`, and `speed.rst` `published`. A question without a record prints `not yet
+measured`. CPU questions have a table per recorded kind of CPU, and the targets read one CPU with
+bf16 products and one without: the usual two, `targets.USUAL`, if recorded, else the first by name.
+Every table names the machine, the versions and the date, and pairs speeds with losses for trained
+models.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def rst(header: list[str], rows: list[list]) -> str:
     cells = [header, *[[_text(cell) for cell in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     rule = "  ".join("=" * width for width in widths)
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
 
 
@@ -64,8 +68,8 @@ def cpu(features: str) -> str:
 
 
 def where(record: dict, features: str = "") -> str:
-    """Return machine, versions and date of a record, as half a sentence; for a CPU its features from the file's
-    name."""
+    """Return machine, versions and date of a record, as half a sentence; for a CPU its features
+    from the file's name."""
     machine = record["machine"]
     chip, gpus, threads = machine["chip"], machine.get("gpus", 0), machine["torch_threads"]
     if gpus > 1:
@@ -80,7 +84,9 @@ def where(record: dict, features: str = "") -> str:
 
 
 def percent(share: float, sign: bool = True) -> str:
-    return f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}") if sign else f"{100 * share:.0f} %"
+    return (
+        f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}") if sign else f"{100 * share:.0f} %"
+    )
 
 
 def quoted(backend: str) -> str:
@@ -88,12 +94,14 @@ def quoted(backend: str) -> str:
 
 
 def of_records(records: Records, names: dict[str, str], made: Callable[[dict], str]) -> str:
-    """Return one table per record, under its title; a sentence per missing record. For a CPU, all kinds of CPU, the
-    usual ones first."""
+    """Return one table per record, under its title; a sentence per missing record. For a CPU, all
+    kinds of CPU, the usual ones first."""
     parts = []
     for name, title in names.items():
         on_cpu = name.endswith("_cpu")
-        kinds = dict.fromkeys([*targets.USUAL, *targets.features_of(records, name)]) if on_cpu else [""]
+        kinds = (
+            dict.fromkeys([*targets.USUAL, *targets.features_of(records, name)]) if on_cpu else [""]
+        )
         for features in kinds:
             record = records.get(f"{name}_{features}" if features else name)
             if record:
@@ -115,7 +123,9 @@ def targets_cpu(records: Records) -> str:
         of_kind = [each for each in measured if targets.has_bf16(each) == targets.has_bf16(usual)]
         features = of_kind[0] if of_kind else usual
         rows = targets.rows(targets.on_cpu(features), targets.of_cpu(records, features))
-        parts.append(rst([f"to be shown on a CPU ({cpu(features)})", "measured", "bound", "verdict"], rows))
+        parts.append(
+            rst([f"to be shown on a CPU ({cpu(features)})", "measured", "bound", "verdict"], rows)
+        )
     return "\n\n".join(parts)
 
 
@@ -125,7 +135,10 @@ def targets_gpu(records: Records) -> str:
     limits = of_records(
         records,
         {"limits_gpu": "Limits of the chip, measured in the same run, and the share reached"},
-        lambda record: rst(["figure", "measured"], [row[:2] for row in targets.rows(targets.AGAINST_LIMITS, records)]),
+        lambda record: rst(
+            ["figure", "measured"],
+            [row[:2] for row in targets.rows(targets.AGAINST_LIMITS, records)],
+        ),
     )
     return f"{table}\n\n{limits}"
 
@@ -134,12 +147,36 @@ def linear(records: Records) -> str:
     def made(record: dict) -> str:
         rows = []
         for each in record["results"]:
-            row = ["x".join(map(str, each["shape"])), each.get("dtype", "bf16"), quoted(each["backend"]), each["form"]]
-            ratios = [each[key]["ratio"] if key in each else None for key in ("to_plain", "to_torchao")]
+            row = [
+                "x".join(map(str, each["shape"])),
+                each.get("dtype", "bf16"),
+                quoted(each["backend"]),
+                each["form"],
+            ]
+            ratios = [
+                each[key]["ratio"] if key in each else None for key in ("to_plain", "to_torchao")
+            ]
             rows.append([*row, each["median_s"] * 1e3, *ratios])
-        table = rst(["tokens x in x out", "dtype", "backend", "form", "ms", "time / plain", "time / TorchAO"], rows)
-        unpaired = any(not each.get("to_plain", {}).get("paired", True) for each in record["results"])
-        return f"{table}\n\nPlain bf16 ran once: all rounds are compared with it." if unpaired else table
+        table = rst(
+            [
+                "tokens x in x out",
+                "dtype",
+                "backend",
+                "form",
+                "ms",
+                "time / plain",
+                "time / TorchAO",
+            ],
+            rows,
+        )
+        unpaired = any(
+            not each.get("to_plain", {}).get("paired", True) for each in record["results"]
+        )
+        return (
+            f"{table}\n\nPlain bf16 ran once: all rounds are compared with it."
+            if unpaired
+            else table
+        )
 
     names = {
         "linear_cpu": "A linear layer, forward and backward, on a CPU",
@@ -158,9 +195,13 @@ def step(records: Records) -> str:
             row += [f"{speed['ratio']:.2f} [{speed['low']:.2f}, {speed['high']:.2f}]"]
             peak = each["peak_bytes"]
             row += [f"{peak / 1e6:.0f} MB ({percent(each['peak_to_plain'] - 1)})" if peak else None]
-            rows.append([*row, percent(each["flops_share"], sign=False), f"{each['last_loss']:.4f}"])
+            rows.append(
+                [*row, percent(each["flops_share"], sign=False), f"{each['last_loss']:.4f}"]
+            )
         times = f"times {plain(record)}"
-        return rst(["backend", "form", "tokens/s", times, "peak memory", "FLOPs in FP8", "loss"], rows)
+        return rst(
+            ["backend", "form", "tokens/s", times, "peak memory", "FLOPs in FP8", "loss"], rows
+        )
 
     names = {
         "step_cpu": "A whole training step of a Llama of 8 M parameters on a CPU",
@@ -174,38 +215,73 @@ def step(records: Records) -> str:
 
 
 def predicted(records: Records) -> str:
-    """Pair `ahead/predict.py`'s step on a GPU with the measured one, with the first prediction, and with the one by
-    measured rates."""
-    latest, first, by_rates = map(records.get, ("ahead_H200", "ahead_H200_before", "ahead_H200_rates"))
+    """Pair `ahead/predict.py`'s step on a GPU with the measured one, with the first prediction, and
+    with the one by measured rates."""
+    latest, first, by_rates = map(
+        records.get, ("ahead_H200", "ahead_H200_before", "ahead_H200_rates")
+    )
     if latest is None:
         return "A step on a GPU: not yet predicted, and not yet measured."
     machine, asked = latest["machine"], latest["arguments"]
-    versions = ", ".join(f"{name} {machine[name].split('+')[0]}" for name in NAMED if machine.get(name))
+    versions = ", ".join(
+        f"{name} {machine[name].split('+')[0]}" for name in NAMED if machine.get(name)
+    )
     date = datetime.date.fromisoformat(machine["date"])
     title = f"*Predicted* for an {latest['chip']['name']}, one sequence of {asked['tokens']:,} tokens ({versions}, "
     parts = [textwrap.fill(f"{title}{date.day} {date:%B %Y}):", 120)]
     was = first["ratios"] if first else {}
     measured = {what: target.value(records) for what, target in targets.PREDICTED.items()}
     now = by_rates["ratios"] if by_rates else {}
-    rows = [[what, was.get(what), ratio, now.get(what), measured.get(what)] for what, ratio in latest["ratios"].items()]
+    rows = [
+        [what, was.get(what), ratio, now.get(what), measured.get(what)]
+        for what, ratio in latest["ratios"].items()
+    ]
     shares = [_share_of_a_copy(each) for each in (first, latest, by_rates)]
-    rows.append(["optimizer of msamp:O2, bandwidth / a copy's", *shares, targets.ON_GPU[7].value(records)])
-    parts.append(rst(["ratio", "*predicted* at first", "*predicted*", "by measured rates", "measured"], rows))
+    rows.append(
+        ["optimizer of msamp:O2, bandwidth / a copy's", *shares, targets.ON_GPU[7].value(records)]
+    )
+    parts.append(
+        rst(["ratio", "*predicted* at first", "*predicted*", "by measured rates", "measured"], rows)
+    )
     if by_rates and "step_8b_gpu" in records:
-        parts.append("Tokens a second of compiled steps, predicted before any measurement and by measured rates:")
+        parts.append(
+            "Tokens a second of compiled steps, predicted before any measurement and by measured "
+            "rates:"
+        )
         parts.append(_errors_of_predictions(latest, by_rates, records["step_8b_gpu"]))
     if "quantize_gpu" in records and "optimizer_gpu" in records:
         parts += _misses_of_bandwidth(records, shares[1])
     parts.append("Milliseconds of a step, predicted:")
-    names = list(dict.fromkeys(line["what"] for each in latest["results"] for line in each["lines"]))
-    spent = [{line["what"]: line["seconds"] * 1e3 for line in each["lines"]} for each in latest["results"]]
+    names = list(
+        dict.fromkeys(line["what"] for each in latest["results"] for line in each["lines"])
+    )
+    spent = [
+        {line["what"]: line["seconds"] * 1e3 for line in each["lines"]}
+        for each in latest["results"]
+    ]
     of_backends = [quoted(each["backend"]) for each in latest["results"]]
-    times = [[name, *(by_name.get(what) for what in names)] for name, by_name in zip(of_backends, spent, strict=True)]
+    times = [
+        [name, *(by_name.get(what) for what in names)]
+        for name, by_name in zip(of_backends, spent, strict=True)
+    ]
     parts.append(rst(["backend", *names], times))
-    parts.append("Kernels launched by a decoder layer, and the megabytes they move, at first and now:")
+    parts.append(
+        "Kernels launched by a decoder layer, and the megabytes they move, at first and now:"
+    )
     earlier = {each["backend"]: each for each in first["results"]} if first else {}
-    costs = [[quoted(each["backend"]), *_costs(earlier.get(each["backend"]), each)] for each in latest["results"]]
-    header = ["backend", "tokens/s", "kernels", "MB", "of its MLP", "MB", "calls of an eager Linear"]
+    costs = [
+        [quoted(each["backend"]), *_costs(earlier.get(each["backend"]), each)]
+        for each in latest["results"]
+    ]
+    header = [
+        "backend",
+        "tokens/s",
+        "kernels",
+        "MB",
+        "of its MLP",
+        "MB",
+        "calls of an eager Linear",
+    ]
     parts.append(rst(header, costs))
     if "step_8b_gpu" not in records:
         parts.append("The same on a GPU: not yet measured.")
@@ -214,11 +290,13 @@ def predicted(records: Records) -> str:
 
 def _errors_of_predictions(blind: dict, by_rates: dict, step: dict) -> str:
     predictions = [
-        {each["backend"]: each["tokens_per_second"] for each in record["results"]} for record in (blind, by_rates)
+        {each["backend"]: each["tokens_per_second"] for each in record["results"]}
+        for record in (blind, by_rates)
     ]
     rows = []
     for each in step["results"]:
-        backend = "torchao" if each["backend"] == "ao:tensorwise" else each["backend"]  # the same code
+        # the same code
+        backend = "torchao" if each["backend"] == "ao:tensorwise" else each["backend"]
         if each["form"] != "compiled" or any(backend not in found for found in predictions):
             continue
         measured, row = each["tokens_per_second"], [quoted(each["backend"])]
@@ -233,26 +311,41 @@ ASSUMED_OF_A_COPY = 0.9
 
 
 def _misses_of_bandwidth(records: Records, optimizer: float | None) -> list[str]:
-    """Compare the assumed share of a copy's bandwidth with measured kernels, and the optimizer's predicted one."""
+    """Compare the assumed share of a copy's bandwidth with measured kernels, and the optimizer's
+    predicted one."""
     found: dict[str, list[float]] = {}
     for each in records["quantize_gpu"]["kernels"]:
         found.setdefault(each["kernel"], []).append(each["share_of_copy"])
     del found["copy"]
-    shares = {each["step"]: each["copy_share"] for each in records["optimizer_gpu"]["results"] if "copy_share" in each}
-    found |= {f"optimizer, {step}": [shares[step]] for step in ("torch fused, FP32", "O2") if step in shares}
+    shares = {
+        each["step"]: each["copy_share"]
+        for each in records["optimizer_gpu"]["results"]
+        if "copy_share" in each
+    }
+    found |= {
+        f"optimizer, {step}": [shares[step]]
+        for step in ("torch fused, FP32", "O2")
+        if step in shares
+    }
     rows, missed = [], []
     for kernel, measured in found.items():
         predicted = optimizer if kernel == "optimizer, O2" and optimizer else ASSUMED_OF_A_COPY
         miss = max((each - predicted for each in measured), key=abs)
         ends = dict.fromkeys(percent(each, sign=False) for each in (min(measured), max(measured)))
-        rows.append([kernel, percent(predicted, sign=False), " to ".join(ends), f"{100 * miss:+.0f} points"])
+        rows.append(
+            [kernel, percent(predicted, sign=False), " to ".join(ends), f"{100 * miss:+.0f} points"]
+        )
         missed += [kernel] * (abs(miss) > 0.05)
     text = f"Bandwidth over a copy's. {len(missed)} of {len(rows)} predictions miss by more than 5 points:"
     return [text, rst(["kernel", "*predicted*", "measured", "largest miss"], rows)]
 
 
 def _share_of_a_copy(record: dict | None) -> float | None:
-    found = [each["optimizer"] for each in (record or {"results": []})["results"] if each["backend"] == "msamp:O2"]
+    found = [
+        each["optimizer"]
+        for each in (record or {"results": []})["results"]
+        if each["backend"] == "msamp:O2"
+    ]
     return found[0]["share_of_a_copy"] if found and found[0] else None
 
 
@@ -260,7 +353,9 @@ def _costs(first: dict | None, latest: dict) -> list[str]:
     def figures(result: dict) -> list[str]:
         layer, mlp, eager = result["layer"], result["mlp"], result["eager"]
         found = [result["tokens_per_second"]]
-        found += [figure for part in (layer, mlp) for figure in (part["kernels"], part["bytes"] / 1e6)]
+        found += [
+            figure for part in (layer, mlp) for figure in (part["kernels"], part["bytes"] / 1e6)
+        ]
         found.append(eager and eager["launches"] + eager["operators"])
         return ["-" if each is None else f"{each:.0f}" for each in found]
 
@@ -275,7 +370,9 @@ def optimizer(records: Records) -> str:
         for each in record["results"]:
             if each["step"] == "copy":
                 continue
-            ratios = [each[key]["ratio"] if key in each else None for key in ("to_fused", "to_torchao")]
+            ratios = [
+                each[key]["ratio"] if key in each else None for key in ("to_fused", "to_torchao")
+            ]
             share = each.get("copy_share")
             row = [each["step"], each["bytes"], each["nanoseconds_per_element"], *ratios]
             rows.append([*row, None if share is None else percent(share, sign=False)])
@@ -317,7 +414,15 @@ def sums(records: Records) -> str:
             keys = ("emulated", "emulated_in_bf16", "exact_sums", "exact_sums_in_bf16")
             shares = [percent(each[key] / each["results"], sign=False) for key in keys]
             rows.append([accumulation, each["depth"], each["results"], *shares])
-        header = ["``torch._scaled_mm`` with", "K", "results", '``sums="h100"``', "in bf16", "exact sums", "in bf16"]
+        header = [
+            "``torch._scaled_mm`` with",
+            "K",
+            "results",
+            '``sums="h100"``',
+            "in bf16",
+            "exact sums",
+            "in bf16",
+        ]
         caption = f"Results equal to the bit ({where({'machine': record['recorded_on']})}):"
         return f"{textwrap.fill(caption, 120)}\n\n{rst(header, rows)}"
 
@@ -326,11 +431,19 @@ def sums(records: Records) -> str:
             [each["chip"], each["format"], each["rows"], each["equal"], each["exact_sums_equal"]]
             for each in record["results"]
         ]
-        return rst(["chip", "format", "instructions", "equal, by the chip's rule", "by exact sums"], rows)
+        return rst(
+            ["chip", "format", "instructions", "equal, by the chip's rule", "by exact sums"], rows
+        )
 
-    parts = [products(records["sums_gpu"])] if "sums_gpu" in records else ["Products of a GPU: not yet measured."]
+    parts = (
+        [products(records["sums_gpu"])]
+        if "sums_gpu" in records
+        else ["Products of a GPU: not yet measured."]
+    )
     if "tensor_cores" in records:
-        parts.append("Recordings of single instructions, K = 32:\n\n" + instructions(records["tensor_cores"]))
+        parts.append(
+            "Recordings of single instructions, K = 32:\n\n" + instructions(records["tensor_cores"])
+        )
     return "\n\n".join(parts)
 
 
@@ -343,12 +456,19 @@ def training_sums(records: Records) -> str:
         rows = [
             [
                 quoted(each["backend"]),
-                *(gap(found["mean"], found["half_width"]) for found in (exact[each["backend"]], each)),
+                *(
+                    gap(found["mean"], found["half_width"])
+                    for found in (exact[each["backend"]], each)
+                ),
             ]
             for each in record["results"]
             if each["sums"] == chip
         ]
-        header = ["backend", f"held-out loss \N{MINUS SIGN} {plain(record)}'s, exact sums", f"``{chip}`` sums"]
+        header = [
+            "backend",
+            f"held-out loss \N{MINUS SIGN} {plain(record)}'s, exact sums",
+            f"``{chip}`` sums",
+        ]
         seeds = f"{record['seeds']} seeds, {record['steps']} steps, nats with 95 % intervals:"
         return f"{seeds}\n\n{rst(header, rows)}"
 
@@ -356,27 +476,40 @@ def training_sums(records: Records) -> str:
 
 
 def nvfp4(records: Records) -> str:
-    """Return the losses of native:nvfp4 with and without its parts, and errors of means of its gradients."""
+    """Return the losses of native:nvfp4 with and without its parts, and errors of means of its
+    gradients."""
 
     def losses(record: dict) -> str:
         rows = []
         for each in record["gaps"]:
             name, _, part = each["backend"].partition(" ")
-            rows.append([f"{quoted(name)} {part}".strip(), each["pairs"], gap(each["mean"], each["half_width"])])
+            rows.append(
+                [
+                    f"{quoted(name)} {part}".strip(),
+                    each["pairs"],
+                    gap(each["mean"], each["half_width"]),
+                ]
+            )
         steps = f"{record['steps']} steps, nats with 95 % intervals:"
         return f"{steps}\n\n{rst(['backend', 'seeds', 'held-out loss over bf16'], rows)}"
 
     def means(record: dict) -> str:
         shown = [count for count in record["counts"] if count in (1, 4, 16, 64, 256, 1024)]
         rows = [
-            [each["gradients"], each["product"], *(f"{each['errors'][record['counts'].index(n)]:.2g}" for n in shown)]
+            [
+                each["gradients"],
+                each["product"],
+                *(f"{each['errors'][record['counts'].index(n)]:.2g}" for n in shown),
+            ]
             for each in record["results"]
         ]
         return rst(["gradients", "product", *(f"N = {count:,}" for count in shown)], rows)
 
     parts = (
         of_records(records, {"nvfp4_loss_cpu": "Training with native:nvfp4"}, losses),
-        of_records(records, {"nvfp4_means_cpu": "Relative error of the mean of N rounded gradients"}, means),
+        of_records(
+            records, {"nvfp4_means_cpu": "Relative error of the mean of N rounded gradients"}, means
+        ),
     )
     return "\n\n".join(parts)
 
@@ -395,7 +528,12 @@ def scale_loss(records: Records) -> str:
             for each in record["results"]
             if each["gap"] and each["gap"]["half_width"] is not None
         ]
-        header = ["variant", "seeds", "held-out loss \N{MINUS SIGN} its reference's", "minutes a run"]
+        header = [
+            "variant",
+            "seeds",
+            "held-out loss \N{MINUS SIGN} its reference's",
+            "minutes a run",
+        ]
         warmup = round(record["warmup_share"] * record["steps"])
         asked = f"{record['steps']} steps, {warmup} of warm-up, nats with 95 % intervals:"
         return f"{asked}\n\n{rst(header, rows)}"
@@ -418,14 +556,25 @@ def rollouts(records: Records) -> str:
                 quoted(each["setting"]),
                 *(f"{each['gap'][name]:.2g}" for name in ("mean", "largest", "k3")),
                 f"{each['gap']['mult_prob_error'] - 1:.2g}",
-                *(f"{each['curve'][at]['mean']:.3f} ± {each['curve'][at]['half_width']:.3f}" for at in points),
+                *(
+                    f"{each['curve'][at]['mean']:.3f} ± {each['curve'][at]['half_width']:.3f}"
+                    for at in points
+                ),
             ]
             for each in record["results"]
         ]
         tenth = record["steps"] // 10
         steps = [f"{at * tenth + 1} to {(at + 1) * tenth}" for at in points]
-        header = ["setting", "mean gap, nats", "largest", "k3", "multiplicative error \N{MINUS SIGN} 1"]
-        seeds = f"{record['results'][0]['seeds']} seeds, with 95 % intervals of the rewards at steps:"
+        header = [
+            "setting",
+            "mean gap, nats",
+            "largest",
+            "k3",
+            "multiplicative error \N{MINUS SIGN} 1",
+        ]
+        seeds = (
+            f"{record['results'][0]['seeds']} seeds, with 95 % intervals of the rewards at steps:"
+        )
         return f"{seeds}\n\n{rst([*header, *steps], rows)}"
 
     return of_records(records, {"rollouts_cpu": "GRPO with rollouts in FP8"}, made)
@@ -435,7 +584,9 @@ def communication(records: Records) -> str:
     def made(record: dict) -> str:
         rows = []
         for each in record["collectives"]:
-            milliseconds = [each["seconds"][form]["median_s"] * 1e3 for form in ("FP8", "bf16", "FP32")]
+            milliseconds = [
+                each["seconds"][form]["median_s"] * 1e3 for form in ("FP8", "bf16", "FP32")
+            ]
             slower = [each["seconds_over"][form]["ratio"] for form in ("bf16", "FP32")]
             row = [each["collective"], f"{each['elements']:,}", *milliseconds, *slower]
             rows.append([*row, each["bytes_over"]["bf16"], each["bytes_over"]["FP32"]])
@@ -450,13 +601,25 @@ def memory(records: Records) -> str:
     def made(record: dict) -> str:
         first, rows = record["results"][0], []
         for each in record["results"]:
-            extra = [f"{name}={each[name]}" for name in ("saved_activations", "gradient_release") if each.get(name)]
+            extra = [
+                f"{name}={each[name]}"
+                for name in ("saved_activations", "gradient_release")
+                if each.get(name)
+            ]
             cells = [", ".join(map(quoted, [each["backend"], *extra]))]
             for key in ("peak_tensor_bytes", "peak_resident_bytes"):
                 known = each[key] and first[key]
-                cells.append(f"{each[key] / 1e6:.0f} MB ({percent(each[key] / first[key] - 1)})" if known else None)
-            rows.append([*cells, f"{each['bytes_per_element']['total']:.1f}", f"{each['losses'][-1]:.4f}"])
-        return rst(["backend", "peak of tensors", "peak resident", "bytes/element", "loss of step 3"], rows)
+                cells.append(
+                    f"{each[key] / 1e6:.0f} MB ({percent(each[key] / first[key] - 1)})"
+                    if known
+                    else None
+                )
+            rows.append(
+                [*cells, f"{each['bytes_per_element']['total']:.1f}", f"{each['losses'][-1]:.4f}"]
+            )
+        return rst(
+            ["backend", "peak of tensors", "peak resident", "bytes/element", "loss of step 3"], rows
+        )
 
     title = "Peak memory of a whole training step, a Llama of 115 M parameters with one short sequence, on a CPU"
     longer = "The same with a sequence of 2,560 tokens: activations are half of bf16's peak"
@@ -465,18 +628,34 @@ def memory(records: Records) -> str:
 
 def distributed(records: Records) -> str:
     def made(record: dict) -> str:
-        stored = {(run["engine"], run["backend"]): run["bytes_per_element"] for run in record["runs"]}
+        stored = {
+            (run["engine"], run["backend"]): run["bytes_per_element"] for run in record["runs"]
+        }
         rows = []
         for each in record["summaries"]:
             of_bytes = stored[each["engine"], each["backend"]]
             row = [quoted(each["backend"]), each["engine"], f"{each['loss']:.4f}"]
-            row.append(None if each["backend"] == plain(record).lower() else gap(each["gap"], each["half_width"]))
+            row.append(
+                None
+                if each["backend"] == plain(record).lower()
+                else gap(each["gap"], each["half_width"])
+            )
             sent = each.get("sent_over_fp32_ddp")  # earlier records have none
-            rows.append([*row, f"{of_bytes['total']:.2f}" if of_bytes else None, sent and f"{sent:.3f}"])
-        header = ["backend", "engine", "held-out loss", f"gap to {plain(record)}, nats", "bytes/element"]
+            rows.append(
+                [*row, f"{of_bytes['total']:.2f}" if of_bytes else None, sent and f"{sent:.3f}"]
+            )
+        header = [
+            "backend",
+            "engine",
+            "held-out loss",
+            f"gap to {plain(record)}, nats",
+            "bytes/element",
+        ]
         return rst([*header, "sent / FP32 under DDP"], rows)
 
-    return of_records(records, {"distributed_cpu": "Two processes, bytes of an element on one rank"}, made)
+    return of_records(
+        records, {"distributed_cpu": "Two processes, bytes of an element on one rank"}, made
+    )
 
 
 def finetune(records: Records) -> str:
@@ -486,7 +665,14 @@ def finetune(records: Records) -> str:
             if each["backend"] != plain(record).lower():
                 shown = gap(each["gap"]["mean"], each["gap"]["half_width"])
                 moved = f"{each['displacement_along']:.3f}"
-                rows.append([f"{each['lr']:.0e}".replace("e-0", "e-"), quoted(each["backend"]), shown, moved])
+                rows.append(
+                    [
+                        f"{each['lr']:.0e}".replace("e-0", "e-"),
+                        quoted(each["backend"]),
+                        shown,
+                        moved,
+                    ]
+                )
         return rst(["learning rate", "backend", f"gap to {plain(record)}, nats", "moved"], rows)
 
     title = "A fine-tune with small learning rates; `moved` is the update along the one without FP8, after training"
@@ -511,10 +697,18 @@ def experts(records: Records) -> str:
             found = each["gap"] and gap(each["gap"]["mean"], each["gap"]["half_width"])
             row = [each["family"], quoted(each["backend"]), f"{each['held_out_loss']:.4f}", found]
             rows.append([*row, f"{each['bytes_per_element']:.2f}"])
-        header = ["model", "backend", "held-out loss", f"gap to {plain(record)}, nats", "bytes/element"]
+        header = [
+            "model",
+            "backend",
+            "held-out loss",
+            f"gap to {plain(record)}, nats",
+            "bytes/element",
+        ]
         return rst(header, rows)
 
-    return of_records(records, {"experts_cpu": "Mixtures of experts, bytes of an element of their weights"}, made)
+    return of_records(
+        records, {"experts_cpu": "Mixtures of experts, bytes of an element of their weights"}, made
+    )
 
 
 def long_run(records: Records) -> str:
@@ -522,12 +716,26 @@ def long_run(records: Records) -> str:
         reference, *_ = (each["points"] for each in record["runs"])
         rows = []
         for each in record["runs"]:
-            above = [a["held_out_loss"] - b["held_out_loss"] for a, b in zip(each["points"], reference, strict=True)]
-            shown = [f"{value:+.4f}".replace("-", "\N{MINUS SIGN}") for value in (above[-1], max(above))]
+            above = [
+                a["held_out_loss"] - b["held_out_loss"]
+                for a, b in zip(each["points"], reference, strict=True)
+            ]
+            shown = [
+                f"{value:+.4f}".replace("-", "\N{MINUS SIGN}") for value in (above[-1], max(above))
+            ]
             shown = [None, None] if each["points"] is reference else shown
             loss = f"{each['points'][-1]['held_out_loss']:.4f}"
             rows.append([quoted(each["backend"]), loss, *shown, sum(each["stuck"].values())])
-        return rst(["backend", "held-out loss", "above FP32, nats", "the most along the way", "scales stuck"], rows)
+        return rst(
+            [
+                "backend",
+                "held-out loss",
+                "above FP32, nats",
+                "the most along the way",
+                "scales stuck",
+            ],
+            rows,
+        )
 
     return of_records(records, {"long_run_cpu": "A small Llama for many steps, one seed"}, made)
 
@@ -538,7 +746,13 @@ def largest(records: Records) -> str:
         for each in record["results"]:
             rate = each["best_tokens_per_second"]
             best = [f"{rate:.0f}", each["best_batch"]] if rate else [None, None]
-            rows.append([quoted(each["backend"]), _at_least(each["largest_batch"], each["exact_batch"]), *best])
+            rows.append(
+                [
+                    quoted(each["backend"]),
+                    _at_least(each["largest_batch"], each["exact_batch"]),
+                    *best,
+                ]
+            )
         return rst(["backend", "largest micro-batch", "most tokens/s", "at a micro-batch of"], rows)
 
     def model(record: dict) -> str:
@@ -549,8 +763,14 @@ def largest(records: Records) -> str:
             rows.append([*row, parameters and f"{parameters / 1e9:.2f}"])
         return rst(["backend", "most layers", "billion parameters"], rows)
 
-    on_batch = {"largest_batch_gpu": "The largest micro-batch on the card: four layers of Llama 8B, sequence 4096"}
-    on_model = {"largest_model_gpu": "The largest model on the card: layers of Llama 8B, one sequence of 4096"}
+    on_batch = {
+        "largest_batch_gpu": "The largest micro-batch on the card: four layers of Llama 8B, "
+        "sequence 4096"
+    }
+    on_model = {
+        "largest_model_gpu": "The largest model on the card: layers of Llama 8B, one sequence of "
+        "4096"
+    }
     return f"{of_records(records, on_batch, batch)}\n\n{of_records(records, on_model, model)}"
 
 
@@ -565,7 +785,15 @@ def ranks(records: Records) -> str:
             row = [each["ranks"], quoted(each["backend"]), round(each["tokens_per_second"])]
             row += [percent(each["decrease"]), percent(each["faster"]), f"{each['loss']:.4f}"]
             rows.append([*row, percent(each["loss_above"])])
-        header = ["ranks", "backend", "tokens/s/GPU", "decrease", "faster", "loss", f"above {plain(record)}"]
+        header = [
+            "ranks",
+            "backend",
+            "tokens/s/GPU",
+            "decrease",
+            "faster",
+            "loss",
+            f"above {plain(record)}",
+        ]
         return rst(header, rows)
 
     names = {
@@ -578,12 +806,33 @@ def ranks(records: Records) -> str:
 def start_up(records: Records) -> str:
     def prepare(record: dict) -> str:
         rows = []
-        for grown, meta, memory in zip(record["growth"], record["on_meta"], record["memory"], strict=True):
+        for grown, meta, memory in zip(
+            record["growth"], record["on_meta"], record["memory"], strict=True
+        ):
             seconds = [grown[key]["median_s"] for key in ("one", "two")]
-            added = None if memory["added"] is None else percent(memory["added"] / memory["weights"], sign=False)
-            rows.append([quoted(grown["backend"]), *seconds, grown["ratio"]["ratio"], meta["seconds"], added])
+            added = (
+                None
+                if memory["added"] is None
+                else percent(memory["added"] / memory["weights"], sign=False)
+            )
+            rows.append(
+                [
+                    quoted(grown["backend"]),
+                    *seconds,
+                    grown["ratio"]["ratio"],
+                    meta["seconds"],
+                    added,
+                ]
+            )
         n = record["layers"]
-        header = ["backend", f"{n:,} Linears, s", f"{2 * n:,}, s", "ratio", "8 billion on meta, s", "memory added"]
+        header = [
+            "backend",
+            f"{n:,} Linears, s",
+            f"{2 * n:,}, s",
+            "ratio",
+            "8 billion on meta, s",
+            "memory added",
+        ]
         return rst(header, rows)
 
     def imports(record: dict) -> str:
@@ -598,15 +847,22 @@ def start_up(records: Records) -> str:
         losses = "equal" if record["losses_equal"] else "not equal"
         interval = f"{cost['ratio']:.4f} [{cost['low']:.4f}, {cost['high']:.4f}]"
         return rst(
-            ["step through Accelerate / hand-written loop", "first losses"], [[interval, f"{losses} to the bit"]]
+            ["step through Accelerate / hand-written loop", "first losses"],
+            [[interval, f"{losses} to the bit"]],
         )
 
     prepared = of_records(
-        records, {"prepare_cpu": "``prepare``: real weights without a second copy, time linear in layers"}, prepare
+        records,
+        {"prepare_cpu": "``prepare``: real weights without a second copy, time linear in layers"},
+        prepare,
     )
-    imported = of_records(records, {"import_time_cpu": "Imports, each in a new interpreter"}, imports)
+    imported = of_records(
+        records, {"import_time_cpu": "Imports, each in a new interpreter"}, imports
+    )
     adapter = of_records(
-        records, {"overhead_cpu": "The adapter: ``ao:tensorwise`` against TorchAO's own loop"}, overhead
+        records,
+        {"overhead_cpu": "The adapter: ``ao:tensorwise`` against TorchAO's own loop"},
+        overhead,
     )
     return "\n\n".join([prepared, imported, adapter])
 
@@ -615,18 +871,34 @@ def estimate(records: Records) -> str:
     def made(record: dict) -> str:
         groups: dict[tuple, list[dict]] = {}
         for each in record["results"]:
-            groups.setdefault((each["model"], each["sharding"], each["ranks"]), []).append(each["ratio"])
+            groups.setdefault((each["model"], each["sharding"], each["ranks"]), []).append(
+                each["ratio"]
+            )
         rows = []
         for (model, sharding, ranks), ratios in groups.items():
-            cells = [_range([ratio[key] for ratio in ratios if key in ratio]) for key in ("static", "peak", "sent")]
-            rows.append([model, "one process" if ranks == 1 else f"{sharding.upper()}, {ranks} processes", *cells])
+            cells = [
+                _range([ratio[key] for ratio in ratios if key in ratio])
+                for key in ("static", "peak", "sent")
+            ]
+            rows.append(
+                [
+                    model,
+                    "one process" if ranks == 1 else f"{sharding.upper()}, {ranks} processes",
+                    *cells,
+                ]
+            )
         return rst(["model", "processes", "static bytes", "peak of a step", "bytes sent"], rows)
 
-    return of_records(records, {"estimate_cpu": "Estimate / measurement, lowest and highest over all backends"}, made)
+    return of_records(
+        records,
+        {"estimate_cpu": "Estimate / measurement, lowest and highest over all backends"},
+        made,
+    )
 
 
 def published(records: Records) -> str:
-    """Return predicted and published speeds of FP8 over bf16, one row a run, and the sources with their assumptions."""
+    """Return predicted and published speeds of FP8 over bf16, one row a run, and the sources with
+    their assumptions."""
     if "published" not in records:
         return "Published runs: not yet measured."
     found = records["published"]["results"]
@@ -634,17 +906,39 @@ def published(records: Records) -> str:
     rows = []
     for each in found:
         low, high = each["interval"]
-        error = f"{100 * (each['predicted'] / each['published'] - 1):+.1f} %".replace("-", "\N{MINUS SIGN}")
+        error = f"{100 * (each['predicted'] / each['published'] - 1):+.1f} %".replace(
+            "-", "\N{MINUS SIGN}"
+        )
         is_inside = "yes" if low <= each["published"] <= high else "no"
         numbers = [f"{each[name]:.2f}" for name in ("published", "predicted")]
-        reached = each.get("bf16_predicted") and f"{each['bf16_published'] / each['bf16_predicted']:.2f}"
-        rows.append(
-            [each["what"], f"``{each['backend']}``", *numbers, error, f"{low:.2f} to {high:.2f}", is_inside, reached]
+        reached = (
+            each.get("bf16_predicted") and f"{each['bf16_published'] / each['bf16_predicted']:.2f}"
         )
-    header = ["run", "backend", "published", "predicted", "error", "interval", "inside", "bf16 speed"]
+        rows.append(
+            [
+                each["what"],
+                f"``{each['backend']}``",
+                *numbers,
+                error,
+                f"{low:.2f} to {high:.2f}",
+                is_inside,
+                reached,
+            ]
+        )
+    header = [
+        "run",
+        "backend",
+        "published",
+        "predicted",
+        "error",
+        "interval",
+        "inside",
+        "bf16 speed",
+    ]
     middle = errors[len(errors) // 2]
     sentence = (
-        f"Median error {100 * middle:.1f} %, worst {100 * errors[-1]:.1f} %. *bf16 speed*: published over predicted."
+        f"Median error {100 * middle:.1f} %, worst {100 * errors[-1]:.1f} %. "
+        "*bf16 speed*: published over predicted."
     )
     sources: dict[str, list[str]] = {}
     for each in found:
@@ -668,33 +962,45 @@ def models(records: Records) -> str:
         rows = []
         for model, results in by_model.items():
             shares = [f"{100 * each['flops_share']:.1f} %" for each in results]
-            off = max(abs(each["flops_share"] / each["flops_share_by_pytorch"] - 1) for each in results)
-            falls = "yes" if all(each["losses"][-1] < each["losses"][0] for each in results) else "no"
+            off = max(
+                abs(each["flops_share"] / each["flops_share_by_pytorch"] - 1) for each in results
+            )
+            falls = (
+                "yes" if all(each["losses"][-1] < each["losses"][0] for each in results) else "no"
+            )
             equal = "yes" if all(each["reloaded_equal"] for each in results) else "no"
             weighed = [each for each in results if "measured_peak" in each]
             peaks = _range([each["estimated_peak"] / each["measured_peak"] for each in weighed])
             rows.append([model, *shares, f"{100 * off:.2f} %", falls, equal, peaks])
-        standin = "; ``te`` over the tests' stand-in for its kernels" if record["arguments"].get("standin") else ""
+        standin = (
+            "; ``te`` over the tests' stand-in for its kernels"
+            if record["arguments"].get("standin")
+            else ""
+        )
         told = f"All backends, {record['arguments']['steps']} steps each ({where(record, features)}{standin}):"
         header = ["model", *map(quoted, backends), "off", "learns", "reloads", "estimate / peak"]
         tables += [textwrap.fill(told, 120), rst(header, rows)]
         if record.get("shapes"):
             told = (
-                "Published shapes, a training step traced without memory: the share in FP8, and the bytes of weights, "
+                "Published shapes, a training step traced without memory: the share in FP8, "
+                "and the bytes of weights, gradients and optimizer states for each parameter."
             )
-            told += "gradients and optimizer states for each parameter."
             rows = [
                 [
                     each["model"],
                     f"{each['parameters'] / 1e9:.1f} billion",
                     *(
-                        f"{100 * each['flops_share'][b]:.1f} %, {each['static'][b] / each['parameters']:.2f}"
+                        f"{100 * each['flops_share'][b]:.1f} %, "
+                        f"{each['static'][b] / each['parameters']:.2f}"
                         for b in backends
                     ),
                 ]
                 for each in record["shapes"]
             ]
-            tables += [textwrap.fill(told, 120), rst(["shape", "parameters", *map(quoted, backends)], rows)]
+            tables += [
+                textwrap.fill(told, 120),
+                rst(["shape", "parameters", *map(quoted, backends)], rows),
+            ]
     return "\n\n".join(tables or ["The architectures: not yet measured."])
 
 
@@ -709,13 +1015,28 @@ def reliability(records: Records) -> str:
     """Return one row per command of `benchmarks/reliability`, from its latest record."""
     rows = []
     for command, (what, told) in RELIABILITY.items():
-        found = [records[f"{command}_cpu_{each}"] for each in targets.features_of(records, f"{command}_cpu")]
+        found = [
+            records[f"{command}_cpu_{each}"]
+            for each in targets.features_of(records, f"{command}_cpu")
+        ]
         latest = max(found, key=lambda record: record["machine"]["date"], default=None)
-        rows.append([what, *(told(latest) if latest else ["not yet measured", None]), quoted(f"{command}.py")])
+        rows.append(
+            [
+                what,
+                *(told(latest) if latest else ["not yet measured", None]),
+                quoted(f"{command}.py"),
+            ]
+        )
     named = [name.partition("_cpu_") for name in sorted(records)]
-    machines = dict.fromkeys(where(records["".join(each)], each[2]) for each in named if each[0] in RELIABILITY)
+    machines = dict.fromkeys(
+        where(records["".join(each)], each[2]) for each in named if each[0] in RELIABILITY
+    )
     table = rst(["test", "how often", "result", "command"], rows)
-    return "\n\n".join([table, textwrap.fill(f"Measured on {'; '.join(machines)}.", 120)]) if machines else table
+    return (
+        "\n\n".join([table, textwrap.fill(f"Measured on {'; '.join(machines)}.", 120)])
+        if machines
+        else table
+    )
 
 
 def _kills(record: dict) -> list[str]:
@@ -724,7 +1045,9 @@ def _kills(record: dict) -> list[str]:
 
 
 def _damage(record: dict) -> list[str]:
-    damaged, refused = (sum(each[key] for each in record["results"]) for key in ("damaged", "refused"))
+    damaged, refused = (
+        sum(each[key] for each in record["results"]) for key in ("damaged", "refused")
+    )
     return [f"{damaged} damaged files", f"{damaged - refused} silently loaded"]
 
 
@@ -737,12 +1060,17 @@ def _crafted(record: dict) -> list[str]:
 
 
 def _cache_attacks(record: dict) -> list[str]:
-    trials, succeeded = (sum(each[key] for each in record["attacks"]) for key in ("trials", "succeeded"))
+    trials, succeeded = (
+        sum(each[key] for each in record["attacks"]) for key in ("trials", "succeeded")
+    )
     return [f"{len(record['attacks'])} attacks, {trials} trials", f"{succeeded} succeeded"]
 
 
 def _fuzz(record: dict) -> list[str]:
-    counts = [sum(area.get(key, 0) for area in record["areas"].values()) for key in ("internal", "ignored")]
+    counts = [
+        sum(area.get(key, 0) for area in record["areas"].values())
+        for key in ("internal", "ignored")
+    ]
     cases = sum(sum(area.values()) for area in record["areas"].values())
     return [f"{cases:,} cases", f"{counts[0]} internal errors, {counts[1]} ignored fields"]
 
@@ -759,17 +1087,26 @@ def _soak(record: dict) -> list[str]:
     grown = [each["growth"] for each in record["results"] if "growth" in each]
     tried = f"{len(trainings)} x {record['steps']:,} steps, 2 x {record['cycles']} cycles"
     failed = sum(bool(each["faults"]) for each in record["results"])
-    return [tried, f"{failed} failed; memory grew by at most {percent(max(grown))} in the last half"]
+    return [
+        tried,
+        f"{failed} failed; memory grew by at most {percent(max(grown))} in the last half",
+    ]
 
 
 def _threads(record: dict) -> list[str]:
     failed = sum(each["result"] != "holds" for each in record["results"])
-    return [f"{len(record['results'])} cases, up to {record['repetitions']} times each", f"{failed} failed"]
+    return [
+        f"{len(record['results'])} cases, up to {record['repetitions']} times each",
+        f"{failed} failed",
+    ]
 
 
 def _monitor_cost(record: dict) -> list[str]:
     shares = [each["share"] for each in record["recipes"]]
-    return [f"{len(shares)} recipes, every {record['every']} steps", f"costs {percent(max(shares))} of a step at most"]
+    return [
+        f"{len(shares)} recipes, every {record['every']} steps",
+        f"costs {percent(max(shares))} of a step at most",
+    ]
 
 
 def _advise(record: dict) -> list[str]:
@@ -777,7 +1114,10 @@ def _advise(record: dict) -> list[str]:
     helped = [each for each in results if each["advised"]]
     worst = max(each["ratio_on_others"] for each in helped)
     in_bf16 = sum(word == "bf16" for each in helped for word in each["layers"].values())
-    return [f"{len(results)} models", f"{len(helped)} helped: at most {worst:.2f} of the gap, {in_bf16} layers in bf16"]
+    return [
+        f"{len(results)} models",
+        f"{len(helped)} helped: at most {worst:.2f} of the gap, {in_bf16} layers in bf16",
+    ]
 
 
 RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {
@@ -800,14 +1140,19 @@ def summary(records: Records) -> str:
     rows = [
         [
             quoted(name),
-            *(targets.Figure(what, of(backend), read(backend)).shown(records) for what, of, read in targets.SUMMARY),
+            *(
+                targets.Figure(what, of(backend), read(backend)).shown(records)
+                for what, of, read in targets.SUMMARY
+            ),
         ]
         for name, backend in targets.SUMMARIZED.items()
     ]
     settings: dict[str, list[str]] = {}
     for file, setting in targets.SETTINGS.items():
         if file in records:
-            told = setting.format(seeds=targets.seeds_of(records[file], targets.SUMMARIZED.values()))
+            told = setting.format(
+                seeds=targets.seeds_of(records[file], targets.SUMMARIZED.values())
+            )
             settings.setdefault(where(records[file]), []).append(told)
     captions = [f"{'; '.join(each)}: {machine}." for machine, each in settings.items()]
     table = rst(["backend", *(what for what, *_ in targets.SUMMARY)], rows)
@@ -824,10 +1169,16 @@ def main_figures(records: Records) -> str:
     for name in sorted({row.file for row in targets.FIGURES} & set(measured)):
         machine, chip = where(measured[name], features), measured[name]["machine"]["chip"]
         machines[f"{chip}{machine.partition(chip)[2]}"] = None
-    on_gpu = dict.fromkeys(where(records[row.file]) for row in targets.FIGURES_ON_GPU if row.file in records)
+    on_gpu = dict.fromkeys(
+        where(records[row.file]) for row in targets.FIGURES_ON_GPU if row.file in records
+    )
     captions = [f"GPU figures are from one {'; '.join(on_gpu)}."] if on_gpu else []
-    captions += [f"CPU figures are from 1 or 2 cores of an {'; '.join(machines)}."] if machines else []
-    return "\n\n".join([rst(["figure", "measured"], rows), *filter(None, [textwrap.fill(" ".join(captions), 120)])])
+    captions += (
+        [f"CPU figures are from 1 or 2 cores of an {'; '.join(machines)}."] if machines else []
+    )
+    return "\n\n".join(
+        [rst(["figure", "measured"], rows), *filter(None, [textwrap.fill(" ".join(captions), 120)])]
+    )
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
@@ -861,7 +1212,8 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "reliability": reliability,
 }
 _MARKED = re.compile(
-    r"^\.\. begin table (?P<name>\S+)\n(?P<text>.*?)^\.\. end table (?P=name)\n", re.DOTALL | re.MULTILINE
+    r"^\.\. begin table (?P<name>\S+)\n(?P<text>.*?)^\.\. end table (?P=name)\n",
+    re.DOTALL | re.MULTILINE,
 )
 
 
@@ -871,7 +1223,8 @@ def between_markers(document: str) -> dict[str, str]:
 
 
 def written(document: str, records: Records) -> str:
-    """The document with every marked table as the records have it. Tables of other programs stay as they are."""
+    """The document with every marked table as the records have it. Tables of other programs stay as
+    they are."""
 
     def put(found: re.Match) -> str:
         name = found["name"]
@@ -883,16 +1236,24 @@ def written(document: str, records: Records) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
-        "--write", type=Path, nargs="*", metavar="FILE", help="write into these documents (default: all)"
+        "--write",
+        type=Path,
+        nargs="*",
+        metavar="FILE",
+        help="write into these documents (default: all)",
     )
     arguments = parser.parse_args()
     records = targets.load(arguments.results)
     if arguments.write is not None:
         for document in arguments.write or DOCUMENTS:
-            document.write_text(written(document.read_text(encoding="utf-8"), records), encoding="utf-8")
+            document.write_text(
+                written(document.read_text(encoding="utf-8"), records), encoding="utf-8"
+            )
         return
     for name, table in TABLES.items():
         print(f".. begin table {name}\n\n{table(records)}\n\n.. end table {name}\n")

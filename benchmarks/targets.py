@@ -1,8 +1,8 @@
 """Compare targets on a CPU and on a GPU with the benchmarks' records.
 
-Each target is a row of data: a record, a reader of its figure, and a bound. A figure without a record is not yet
-measured; a miss stays a miss. CPUs with bf16 products have other targets than CPUs without, and each kind of CPU has
-separate records.
+Each target is a row of data: a record, a reader of its figure, and a bound. A figure without a
+record is not yet measured; a miss stays a miss. CPUs with bf16 products have other targets than
+CPUs without, and each kind of CPU has separate records.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ USUAL = ("avx512_bf16", "avx2")
 
 @dataclass(frozen=True)
 class Target:
-    """Define one figure and its bound. `read` takes all records and raises LookupError if an entry is missing."""
+    """Define one figure and its bound. `read` takes all records and raises LookupError if an entry
+    is missing."""
 
     what: str
     read: Callable[[Records], float]
@@ -40,7 +41,11 @@ class Target:
     def bound(self) -> str:
         if self.at_most is None and self.at_least is None:
             return "-"
-        return f"at most {self.at_most:.3g}" if self.at_most is not None else f"at least {self.at_least:.3g}"
+        return (
+            f"at most {self.at_most:.3g}"
+            if self.at_most is not None
+            else f"at least {self.at_least:.3g}"
+        )
 
     def verdict(self, records: Records) -> str:
         value = self.value(records)
@@ -62,22 +67,34 @@ def has_bf16(features: str) -> bool:
 
 
 def features_of(records: Records, file: str | None = None) -> list[str]:
-    """Return the CPUs with records, or with a record of one question, such as `linear_cpu`: the usual ones first, then
-    by name."""
+    """Return the CPUs with records, or with a record of one question, such as `linear_cpu`: the
+    usual ones first, then by name."""
     split = [name.partition("_cpu_") for name in records]
-    found = {features for question, _, features in split if features and file in (None, f"{question}_cpu")}
-    return sorted(found, key=lambda features: (features not in USUAL, not has_bf16(features), features))
+    found = {
+        features
+        for question, _, features in split
+        if features and file in (None, f"{question}_cpu")
+    }
+    return sorted(
+        found, key=lambda features: (features not in USUAL, not has_bf16(features), features)
+    )
 
 
 def of_cpu(records: Records, features: str) -> Records:
     """The records of one kind of CPU, without its features in their names: `linear_cpu`."""
     end = f"_cpu_{features}"
-    return {name.removesuffix(f"_{features}"): record for name, record in records.items() if name.endswith(end)}
+    return {
+        name.removesuffix(f"_{features}"): record
+        for name, record in records.items()
+        if name.endswith(end)
+    }
 
 
 def one(results: list[dict], **wanted) -> dict:
     """The only result with these values."""
-    found = [each for each in results if all(each.get(key) == value for key, value in wanted.items())]
+    found = [
+        each for each in results if all(each.get(key) == value for key, value in wanted.items())
+    ]
     if len(found) != 1:
         raise LookupError(f"{len(found)} results with {wanted}")
     return found[0]
@@ -109,20 +126,28 @@ def speed(file: str, backend: str, other: str, form: str) -> Callable[[Records],
     return lambda records: tokens(records, file, backend, form) / tokens(records, file, other, form)
 
 
-def over(key: str, per: str | None = None, group: str = "results", file: str = "prepare_cpu") -> Callable:
-    """The largest of a figure over all results of a list, relative to another figure of the same result."""
+def over(
+    key: str, per: str | None = None, group: str = "results", file: str = "prepare_cpu"
+) -> Callable:
+    """The largest of a figure over all results of a list, relative to another figure of the same
+    result."""
 
     def read(records: Records) -> float:
         values = [each[key] for each in records[file][group]]
         values = [each["ratio"] if isinstance(each, dict) else each for each in values]
         if None in values or not values:
             raise LookupError(f"{file} has not all of {key}")
-        return max(v / each[per] if per else v for v, each in zip(values, records[file][group], strict=True))
+        return max(
+            v / each[per] if per else v
+            for v, each in zip(values, records[file][group], strict=True)
+        )
 
     return read
 
 
-def of_limit(rate: Callable[[Records], float], limit: Callable[[Records], float]) -> Callable[[Records], float]:
+def of_limit(
+    rate: Callable[[Records], float], limit: Callable[[Records], float]
+) -> Callable[[Records], float]:
     return lambda records: rate(records) / limit(records)
 
 
@@ -140,7 +165,11 @@ def best_linear(backend: str) -> Callable[[Records], float]:
     """FLOP/s of the widest layer, forward and backward, of the faster form."""
 
     def read(records: Records) -> float:
-        results = [r for name in ("linear_eager_gpu", "linear_compiled_gpu") for r in records[name]["results"]]
+        results = [
+            r
+            for name in ("linear_eager_gpu", "linear_compiled_gpu")
+            for r in records[name]["results"]
+        ]
         rates = [each["tflops"] * 1e12 for each in results if each["backend"] == backend]
         if not rates:
             raise LookupError(f"no linear layer of {backend}")
@@ -150,8 +179,8 @@ def best_linear(backend: str) -> Callable[[Records], float]:
 
 
 def step_limit(file: str, backend: str, form: str) -> Callable[[Records], float]:
-    """Return the share of tokens a second reached by a step with products with weights at the chip's peaks, attention
-    at bf16's, and everything else free."""
+    """Return the share of tokens a second reached by a step with products with weights at the
+    chip's peaks, attention at bf16's, and everything else free."""
 
     def read(records: Records) -> float:
         found = one(records[file]["results"], backend=backend, form=form)
@@ -167,7 +196,9 @@ def quantize_share(kernel: str) -> Callable[[Records], float]:
     """Return the share of the copy's bandwidth, for the largest matrix."""
 
     def read(records: Records) -> float:
-        of_kernel = [each for each in records["quantize_gpu"]["kernels"] if each["kernel"] == kernel]
+        of_kernel = [
+            each for each in records["quantize_gpu"]["kernels"] if each["kernel"] == kernel
+        ]
         if not of_kernel:
             raise LookupError(f"quantize_gpu has no {kernel}")
         return max(of_kernel, key=lambda each: each["shape"][0] * each["shape"][1])["share_of_copy"]
@@ -177,7 +208,9 @@ def quantize_share(kernel: str) -> Callable[[Records], float]:
 
 def two_shot_bytes(records: Records) -> float:
     """Return the bytes for the largest gradient."""
-    reduced = [each for each in records["comm_cpu"]["collectives"] if each["collective"] == "all-reduce"]
+    reduced = [
+        each for each in records["comm_cpu"]["collectives"] if each["collective"] == "all-reduce"
+    ]
     return max(reduced, key=lambda each: each["elements"])["bytes_over"]["FP32"]
 
 
@@ -194,18 +227,36 @@ ON_CPU = (
         ratio_of("linear_cpu", "to_dynamic", backend="native:delayed", form="eager"),
         at_most=1.0,
     ),
-    Target("optimizer step, O2 / TorchAO's AdamWFp8", ratio_of("optimizer_cpu", "to_torchao", step="O2"), at_most=0.3),
     Target(
-        "the same / ``torch.optim.AdamW(fused=True)``", ratio_of("optimizer_cpu", "to_fused", step="O2"), at_most=3.5
+        "optimizer step, O2 / TorchAO's AdamWFp8",
+        ratio_of("optimizer_cpu", "to_torchao", step="O2"),
+        at_most=0.3,
     ),
-    Target("its bytes / FP32's", lambda r: figure("optimizer_cpu", "bytes", step="O2")(r) / 16, at_most=0.3751),
     Target(
-        "adapter / hand-written TorchAO loop", lambda records: records["overhead_cpu"]["ratio"]["ratio"], at_most=1.02
+        "the same / ``torch.optim.AdamW(fused=True)``",
+        ratio_of("optimizer_cpu", "to_fused", step="O2"),
+        at_most=3.5,
+    ),
+    Target(
+        "its bytes / FP32's",
+        lambda r: figure("optimizer_cpu", "bytes", step="O2")(r) / 16,
+        at_most=0.3751,
+    ),
+    Target(
+        "adapter / hand-written TorchAO loop",
+        lambda records: records["overhead_cpu"]["ratio"]["ratio"],
+        at_most=1.02,
     ),
     Target("FP8 two-shot all-reduce, bytes sent / FP32's", two_shot_bytes, at_most=0.26),
     Target("``prepare`` of 4,000 Linears / of 2,000", over("ratio", group="growth"), at_most=2.2),
-    Target("``prepare`` of 8 billion parameters on the meta device, s", over("seconds", group="on_meta"), at_most=10),
-    Target("``prepare``, memory added / weights", over("added", "weights", group="memory"), at_most=0.5),
+    Target(
+        "``prepare`` of 8 billion parameters on the meta device, s",
+        over("seconds", group="on_meta"),
+        at_most=10,
+    ),
+    Target(
+        "``prepare``, memory added / weights", over("added", "weights", group="memory"), at_most=0.5
+    ),
     Target(
         "``import fp8_backends`` / ``import accelerate``",
         lambda records: records["import_time_cpu"]["to_accelerate"]["fp8_backends"]["ratio"],
@@ -220,13 +271,19 @@ ON_CPU_WITHOUT_BF16 = (
         ratio_of("linear_cpu", "to_plain", **_EAGER, dtype="fp32"),
         at_most=1.6,
     ),
-    Target("the same / TorchAO tensorwise", ratio_of("linear_cpu", "to_torchao", **_EAGER, dtype="fp32"), at_most=0.5),
+    Target(
+        "the same / TorchAO tensorwise",
+        ratio_of("linear_cpu", "to_torchao", **_EAGER, dtype="fp32"),
+        at_most=0.5,
+    ),
     Target(
         "the same with bf16 results / plain bf16",
         ratio_of("linear_cpu", "to_plain", **_EAGER, dtype="bf16"),
         at_most=1.0,
     ),
-    Target("adapter overhead", lambda records: records["overhead_cpu"]["ratio"]["ratio"], at_most=1.02),
+    Target(
+        "adapter overhead", lambda records: records["overhead_cpu"]["ratio"]["ratio"], at_most=1.02
+    ),
 )
 
 
@@ -241,21 +298,45 @@ ON_GPU = (
         speed(_8B, "native", "bf16", "compiled"),
         at_least=1.35,
     ),
-    Target("the same / TorchAO tensorwise", speed(_8B, "native", "ao:tensorwise", "compiled"), at_least=1.0),
-    Target("the same / TransformerEngine", speed(_8B_TE, "native", "te", "compiled"), at_least=0.97),
+    Target(
+        "the same / TorchAO tensorwise",
+        speed(_8B, "native", "ao:tensorwise", "compiled"),
+        at_least=1.0,
+    ),
+    Target(
+        "the same / TransformerEngine", speed(_8B_TE, "native", "te", "compiled"), at_least=0.97
+    ),
     Target("the same, eager: native / bf16", speed(_8B, "native", "bf16", "eager"), at_least=1.25),
-    Target("Llama 1B, sequence 4096, compiled: native / bf16", speed(_1B, "native", "bf16", "compiled"), at_least=1.2),
+    Target(
+        "Llama 1B, sequence 4096, compiled: native / bf16",
+        speed(_1B, "native", "bf16", "compiled"),
+        at_least=1.2,
+    ),
     Target(
         "layers of Llama 8B: peak memory, ``msamp:O2`` / bf16",
         figure(_8B, "peak_to_plain", backend="msamp:O2", form="eager"),
         at_most=0.61,
     ),
-    Target("the same: tokens/s, ``msamp:O2`` / native", speed(_8B, "msamp:O2", "native", "eager"), at_least=1.0),
     Target(
-        "optimizer kernel, O2: bandwidth / a copy's", figure("optimizer_gpu", "copy_share", step="O2"), at_least=0.8
+        "the same: tokens/s, ``msamp:O2`` / native",
+        speed(_8B, "msamp:O2", "native", "eager"),
+        at_least=1.0,
     ),
-    Target("quantize kernel, ``delayed``: bandwidth / a copy's", quantize_share("delayed, both layouts"), at_least=0.7),
-    Target("quantize kernels, ``dynamic``: the same", quantize_share("dynamic, both layouts"), at_least=0.7),
+    Target(
+        "optimizer kernel, O2: bandwidth / a copy's",
+        figure("optimizer_gpu", "copy_share", step="O2"),
+        at_least=0.8,
+    ),
+    Target(
+        "quantize kernel, ``delayed``: bandwidth / a copy's",
+        quantize_share("delayed, both layouts"),
+        at_least=0.7,
+    ),
+    Target(
+        "quantize kernels, ``dynamic``: the same",
+        quantize_share("dynamic, both layouts"),
+        at_least=0.7,
+    ),
 )
 """`native` is the faster of its rules."""
 
@@ -273,23 +354,35 @@ PREDICTED = {
 AGAINST_LIMITS = (
     Target("bf16 product, TFLOP/s", lambda records: bf16_peak(records) / 1e12),
     Target("FP8 product, TFLOP/s", lambda records: fp8_peak(records) / 1e12),
-    Target("copy, GB/s read plus written", lambda records: records["limits_gpu"]["copy"]["bytes_per_second"] / 1e9),
-    Target("linear, ``native:dynamic`` / FP8 peak", of_limit(best_linear("native:dynamic"), fp8_peak)),
-    Target("linear, ``native:delayed`` / FP8 peak", of_limit(best_linear("native:delayed"), fp8_peak)),
+    Target(
+        "copy, GB/s read plus written",
+        lambda records: records["limits_gpu"]["copy"]["bytes_per_second"] / 1e9,
+    ),
+    Target(
+        "linear, ``native:dynamic`` / FP8 peak", of_limit(best_linear("native:dynamic"), fp8_peak)
+    ),
+    Target(
+        "linear, ``native:delayed`` / FP8 peak", of_limit(best_linear("native:delayed"), fp8_peak)
+    ),
     Target("linear, bf16 / bf16 peak", of_limit(best_linear("bf16"), bf16_peak)),
     Target("step of 8B layers, bf16, compiled / its limit", step_limit(_8B, "bf16", "compiled")),
     Target(
-        "step of 8B layers, ``native:dynamic``, compiled / its limit", step_limit(_8B, "native:dynamic", "compiled")
+        "step of 8B layers, ``native:dynamic``, compiled / its limit",
+        step_limit(_8B, "native:dynamic", "compiled"),
     ),
     Target("step of Llama 1B, bf16, compiled / its limit", step_limit(_1B, "bf16", "compiled")),
-    Target("step of Llama 1B, ``native:dynamic``, compiled / its limit", step_limit(_1B, "native:dynamic", "compiled")),
+    Target(
+        "step of Llama 1B, ``native:dynamic``, compiled / its limit",
+        step_limit(_1B, "native:dynamic", "compiled"),
+    ),
 )
 """Shares of the chip's limits, measured in the same run. Not targets: no bound."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Define one row of the main figures. `read` makes its text and raises LookupError without a record."""
+    """Define one row of the main figures. `read` makes its text and raises LookupError without a
+    record."""
 
     what: str
     file: str
@@ -336,17 +429,25 @@ def _mean_error(record: dict) -> str:
 
 def _times(backend: str) -> Callable[[dict], str]:
     def read(record: dict) -> str:
-        return f"{one(record['results'], backend=backend, form='eager')['times_plain']['ratio']:.2f}"
+        return (
+            f"{one(record['results'], backend=backend, form='eager')['times_plain']['ratio']:.2f}"
+        )
 
     return read
 
 
-SUMMARIZED = {"native": "native:dynamic", "ao": "ao:tensorwise", "te": "te:delayed", "msamp:O2": "msamp:O2"}
+SUMMARIZED = {
+    "native": "native:dynamic",
+    "ao": "ao:tensorwise",
+    "te": "te:delayed",
+    "msamp:O2": "msamp:O2",
+}
 """Backends by their short names."""
 
 
 def seeds_of(record: dict, variants: Collection[str]) -> str:
-    """Return the numbers of seeds of these variants' losses; empty for a record of anything else."""
+    """Return the numbers of seeds of these variants' losses; empty for a record of anything
+    else."""
     found = {each["seeds"] for each in record["results"] if each.get("variant") in variants}
     return " or ".join(map(str, sorted(found)))
 
@@ -358,7 +459,9 @@ def step_of(backend: str) -> str:
 
 def _speed_on_gpu(backend: str) -> Callable[[dict], str]:
     """Read tokens a second in a compiled step, over bf16's."""
-    return lambda record: f"{one(record['results'], backend=backend, form='compiled')['times_plain']['ratio']:.2f}"
+    return lambda record: (
+        f"{one(record['results'], backend=backend, form='compiled')['times_plain']['ratio']:.2f}"
+    )
 
 
 def _peak_on_gpu(backend: str) -> Callable[[dict], str]:
@@ -370,7 +473,9 @@ def _peak_on_gpu(backend: str) -> Callable[[dict], str]:
 
 
 def _joined(read: Callable[[str], Callable[[dict], str]]) -> Callable[[dict], str]:
-    return lambda record: ", ".join(read(each)(record) for each in SUMMARIZED.values() if step_of(each) == _8B)
+    return lambda record: ", ".join(
+        read(each)(record) for each in SUMMARIZED.values() if step_of(each) == _8B
+    )
 
 
 SUMMARY = (
@@ -393,29 +498,43 @@ FIGURES = (
         _bytes,
     ),
     Figure(
-        "peak bytes of a step's tensors, ``msamp:O2`` / bf16 autocast (115 M parameters, 64 tokens)",
+        "peak bytes of a step's tensors, ``msamp:O2`` / bf16 autocast (115 M parameters, 64 "
+        "tokens)",
         "memory_cpu",
         _peak,
     ),
     Figure("bytes of gradients sent between ranks, FP8 / FP32", "comm_cpu", _sent),
-    Figure("relative error of a mean of gradients sent in FP8, 2 to 32 ranks", "gradient_mean_cpu", _mean_error),
+    Figure(
+        "relative error of a mean of gradients sent in FP8, 2 to 32 ranks",
+        "gradient_mean_cpu",
+        _mean_error,
+    ),
     Figure(
         "time of a step through Accelerate / of a hand-written TorchAO loop",
         "overhead_cpu",
         lambda record: f"{record['ratio']['ratio']:.3f}",
     ),
-    Figure("tokens/s on this CPU / bf16's, ``native:dynamic`` (FP8 is emulated)", "step_cpu", _times("native:dynamic")),
+    Figure(
+        "tokens/s on this CPU / bf16's, ``native:dynamic`` (FP8 is emulated)",
+        "step_cpu",
+        _times("native:dynamic"),
+    ),
     Figure("the same, ``ao:tensorwise``", "step_cpu", _times("ao:tensorwise")),
 )
 """Of the usual CPU with bf16 products."""
 FIGURES_ON_GPU = (
     Figure(
-        "**on a GPU**, four layers of Llama 8B, compiled: tokens/s / bf16's, ``native``, ``ao``, ``msamp:O2``",
+        "**on a GPU**, four layers of Llama 8B, compiled: tokens/s / bf16's, ``native``, ``ao``, "
+        "``msamp:O2``",
         _8B,
         _joined(_speed_on_gpu),
     ),
     Figure("peak memory of that step, over bf16's", _8B, _joined(_peak_on_gpu)),
-    Figure("held-out loss minus bf16's, nats, ``native:dynamic`` (10.7 M parameters)", _LOSS, _gap("native:dynamic")),
+    Figure(
+        "held-out loss minus bf16's, nats, ``native:dynamic`` (10.7 M parameters)",
+        _LOSS,
+        _gap("native:dynamic"),
+    ),
     Figure("the same, ``msamp:O2``", _LOSS, _gap("msamp:O2")),
 )
 
@@ -439,9 +558,13 @@ def report(targets: tuple[Target, ...], records: Records) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="with the records")
-    parser.add_argument("--on", default=cpu_features(), help="gpu, or a CPU's features (default: this machine's)")
+    parser.add_argument(
+        "--on", default=cpu_features(), help="gpu, or a CPU's features (default: this machine's)"
+    )
     arguments = parser.parse_args()
     records, on = load(arguments.folder), arguments.on
     if on == "gpu":

@@ -1,7 +1,7 @@
 """Are the emulated sums of tensor cores those of the chips, to the bit?
 
-Compares `fp8_backends.compute.tensor_cores.product` with recordings of single instructions: D = A @ B.T + C, 5,000
-rows a chip and format. The recordings are the folder `model_validation` of
+Compares `fp8_backends.compute.tensor_cores.product` with recordings of single instructions: D = A @
+B.T + C, 5,000 rows a chip and format. The recordings are the folder `model_validation` of
 https://github.com/north-numerical-computing/MATLAB-tensor-core.
 """
 
@@ -23,7 +23,11 @@ WGMMA = ("H100", "H200")
 
 def numbers(file: Path, base: int) -> torch.Tensor:
     """FP32 numbers written as hexadecimal or binary integers."""
-    return torch.tensor([int(word, base) for word in file.read_text().split()]).to(torch.int32).view(torch.float32)
+    return (
+        torch.tensor([int(word, base) for word in file.read_text().split()])
+        .to(torch.int32)
+        .view(torch.float32)
+    )
 
 
 def recorded(folder: Path, chip: str, fmt) -> tuple[torch.Tensor, ...]:
@@ -41,14 +45,23 @@ def equal(x: torch.Tensor, y: torch.Tensor) -> int:
 
 
 def compare(a, b, c, d, chip: str) -> dict:
-    """Rows equal to the bit: by the chip's rule with C, without C where that is 0, and by exact sums rounded once."""
+    """Rows equal to the bit: by the chip's rule with C, without C where that is 0, and by exact
+    sums rounded once."""
     rows = [(a[i : i + 1], b[i : i + 1], c[i].view(1, 1)) for i in range(len(d))]
 
     def products(chip, with_c=True):
-        return torch.cat([tensor_cores.product(a, b, chip, c=c if with_c else None).view(1) for a, b, c in rows])
+        return torch.cat(
+            [tensor_cores.product(a, b, chip, c=c if with_c else None).view(1) for a, b, c in rows]
+        )
 
-    results = {"rows": len(d), "equal": equal(products(chip), d), "exact_sums_equal": equal(products("exact"), d)}
-    return results | ({"compiled_equal": equal(products(chip, with_c=False), d)} if not c.any() else {})
+    results = {
+        "rows": len(d),
+        "equal": equal(products(chip), d),
+        "exact_sums_equal": equal(products("exact"), d),
+    }
+    return results | (
+        {"compiled_equal": equal(products(chip, with_c=False), d)} if not c.any() else {}
+    )
 
 
 def seconds(chip: str, size: int = 512) -> float:
@@ -71,15 +84,22 @@ def main() -> None:
     results = []
     for chip in ("H100", "H200", "Ada", "L40S", "B200"):
         for fmt in (E4M3, E5M2):
-            results.append({"chip": chip, "format": fmt.name} | compare(*recorded(arguments.folder, chip, fmt), chip))
+            results.append(
+                {"chip": chip, "format": fmt.name}
+                | compare(*recorded(arguments.folder, chip, fmt), chip)
+            )
     speed = {chip: seconds(chip) for chip in tensor_cores.CHIPS}
     header = ["chip", "format", "rows", "equal", "by exact sums"]
     keys = ("chip", "format", "rows", "equal", "exact_sums_equal")
     print(table(header, [[str(each[key]) for key in keys] for each in results]))
     print(
-        ", ".join(f"{chip}: {1000 * s:.0f} ms for 512 x 512 x 512" for chip, s in speed.items()), f"({cpu_features()})"
+        ", ".join(f"{chip}: {1000 * s:.0f} ms for 512 x 512 x 512" for chip, s in speed.items()),
+        f"({cpu_features()})",
     )
-    write_json(arguments.json, {"question": "sums equal to recordings", "results": results, "seconds_512": speed})
+    write_json(
+        arguments.json,
+        {"question": "sums equal to recordings", "results": results, "seconds_512": speed},
+    )
 
 
 if __name__ == "__main__":

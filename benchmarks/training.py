@@ -1,4 +1,5 @@
-"""Train Llama-shaped models through stock Accelerate on real text, for `step.py`, `largest.py` and `by_ranks.py`."""
+"""Train Llama-shaped models through stock Accelerate on real text, for `step.py`, `largest.py` and
+`by_ranks.py`."""
 
 from __future__ import annotations
 
@@ -9,8 +10,18 @@ import torch
 from measuring import precision_of
 
 SHAPES = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "small": {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 4, "num_attention_heads": 6},
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "small": {
+        "hidden_size": 384,
+        "intermediate_size": 1152,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+    },
     "1b": {
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -28,7 +39,8 @@ SHAPES = {
 }
 """Llama 3's 1B and layers of its 8B."""
 SMALL_VOCABULARY = 32000
-"""Vocabulary of these two: with Llama 3's own 128,256 words the head would be a third of the work of four layers."""
+"""Vocabulary of these two: with Llama 3's own 128,256 words the head would be a third of the work
+of four layers."""
 VOCABULARY = {"tiny": 256, "small": 256}
 
 
@@ -37,13 +49,17 @@ def device() -> str:
 
 
 def build(shape: str, sequence: int, device: str, layers: int | None = None):
-    """The model in FP32 with random weights, the same for the same shape; `layers` in place of the shape's own."""
+    """The model in FP32 with random weights, the same for the same shape; `layers` in place of the
+    shape's own."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
     config = LlamaConfig(
-        vocab_size=VOCABULARY.get(shape, SMALL_VOCABULARY), max_position_embeddings=sequence, use_cache=False, **sizes
+        vocab_size=VOCABULARY.get(shape, SMALL_VOCABULARY),
+        max_position_embeddings=sequence,
+        use_cache=False,
+        **sizes,
     )
     with torch.device(device):
         return LlamaForCausalLM(config)
@@ -78,14 +94,21 @@ class Training:
 
     Args:
         backend: `bf16` or `fp32`, or a string of this package.
-        form: `compiled` compiles each decoder layer separately, after one eager step for the proof. All layers then
-            share one piece of code, at any depth.
+        form: `compiled` compiles each decoder layer separately, after one eager step for the proof.
+            All layers then share one piece of code, at any depth.
         layers: replaces the shape's own.
         engine: `ddp` or `fsdp2`, for several ranks.
     """
 
     def __init__(
-        self, backend: str, shape: str, text: Text, batch: int, form: str = "eager", layers=None, engine: str = "ddp"
+        self,
+        backend: str,
+        shape: str,
+        text: Text,
+        batch: int,
+        form: str = "eager",
+        layers=None,
+        engine: str = "ddp",
     ) -> None:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
@@ -122,10 +145,15 @@ class Training:
         return peak_memory(self.step, self.model, self.optimizer)
 
     def flops(self) -> dict[str, float]:
-        """Operations of one step, forward and backward: of products with weights, and of causal attention."""
+        """Operations of one step, forward and backward: of products with weights, and of causal
+        attention."""
         model = self.accelerator.unwrap_model(self.model)
         tokens = self.batch * self.text.sequence
-        weights = sum(m.weight.numel() for m in model.modules() if isinstance(getattr(m, "in_features", None), int))
+        weights = sum(
+            m.weight.numel()
+            for m in model.modules()
+            if isinstance(getattr(m, "in_features", None), int)
+        )
         config = model.config
         attention = 6 * config.num_hidden_layers * config.hidden_size * self.text.sequence * tokens
         return {"weights": 6.0 * weights * tokens, "attention": float(attention)}
@@ -135,7 +163,8 @@ class Training:
 
 
 def free() -> None:
-    """Free memory after a `Training` is dropped: collect cycles, and return the allocator's cache."""
+    """Free memory after a `Training` is dropped: collect cycles, and return the allocator's
+    cache."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

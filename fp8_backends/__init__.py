@@ -1,8 +1,8 @@
 """FP8 training backends by name for stock Hugging Face Accelerate, with proof that FP8 is on.
 
-Importing this package connects it to `accelerate.Accelerator`, unless the environment has `FP8_BACKENDS_DISABLE=1`.
-TorchAO, transformers, TransformerEngine and rich are imported on first use, and TorchAO's messages about libraries for
-other versions of CUDA are hidden.
+Importing this package connects it to `accelerate.Accelerator`, unless the environment has
+`FP8_BACKENDS_DISABLE=1`. TorchAO, transformers, TransformerEngine and rich are imported on first
+use, and TorchAO's messages about libraries for other versions of CUDA are hidden.
 """
 
 from . import checkpoints as checkpoints

@@ -10,7 +10,8 @@ logger = logging.getLogger("fp8_backends")
 
 
 def announce(line: str) -> None:
-    """Log a line on the main process by the logger `fp8_backends`, or print it on stderr without a visible handler."""
+    """Log a line on the main process by the logger `fp8_backends`, or print it on stderr without a
+    visible handler."""
     if not is_main_process():
         return
     if _logging_shows_info():
@@ -29,7 +30,10 @@ def is_main_process() -> bool:
 def _logging_shows_info() -> bool:
     current: logging.Logger | None = logger if logger.isEnabledFor(logging.INFO) else None
     while current is not None:
-        if any(h.level <= logging.INFO and not isinstance(h, logging.NullHandler) for h in current.handlers):
+        if any(
+            h.level <= logging.INFO and not isinstance(h, logging.NullHandler)
+            for h in current.handlers
+        ):
             return True
         current = current.parent if current.propagate else None
     return False

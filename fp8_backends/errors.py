@@ -21,7 +21,8 @@ class BackendUnavailableError(FP8BackendError, ImportError):
 
 
 class NoMemoryError(FP8BackendError, RuntimeError):
-    """Direct access to the memory of a tensor without memory for its values, where PyTorch raises RuntimeErrors."""
+    """Direct access to the memory of a tensor without memory for its values, where PyTorch raises
+    RuntimeErrors."""
 
 
 class Refusal(NamedTuple):
@@ -35,8 +36,9 @@ class Refusal(NamedTuple):
 
 
 def on_all_ranks(doing: str, function: Callable[[], Result | None]) -> list[Result | None]:
-    """Run a function and return its results by rank. An error on any rank becomes one `FP8BackendError` on all, with
-    the name of the task (`doing`), so the function must not communicate after it raises."""
+    """Run a function and return its results by rank. An error on any rank becomes one
+    `FP8BackendError` on all, with the name of the task (`doing`), so the function must not
+    communicate after it raises."""
     result, error = None, None
     try:
         result = function()
@@ -45,7 +47,9 @@ def on_all_ranks(doing: str, function: Callable[[], Result | None]) -> list[Resu
         if not isinstance(caught, Exception) and type(caught).__name__ != "CheckpointException":
             raise
         error = caught
-    text = None if error is None else str(error) if isinstance(error, FP8BackendError) else repr(error)
+    text = (
+        None if error is None else str(error) if isinstance(error, FP8BackendError) else repr(error)
+    )
     if not (dist.is_available() and dist.is_initialized()):
         outcomes = [(result, text)]
     else:
@@ -55,7 +59,9 @@ def on_all_ranks(doing: str, function: Callable[[], Result | None]) -> list[Resu
         except Exception as silence:
             if error is None:
                 raise
-            raise FP8BackendError(f"{doing} failed: {text}; and other ranks do not answer: {silence!r}") from error
+            raise FP8BackendError(
+                f"{doing} failed: {text}; and other ranks do not answer: {silence!r}"
+            ) from error
     for rank, (_, text) in enumerate(outcomes):
         if text is not None:
             where = f" on rank {rank}" if len(outcomes) > 1 else ""

@@ -26,12 +26,13 @@ from .rules import preconditions
 class FP8Precision(Precision):
     """Lightning's precision plugin for an FP8 backend, on one device or under the DDP strategy.
 
-    Converts the LightningModule before Lightning creates optimizers, and logs the proof at the first step. The recipe's
-    `autocast_dtype` runs around FP8: by default bf16, or FP32 on a CPU without bf16 products. Lightning's checkpoints
-    hold the scaling states in the optimizer states.
+    Converts the LightningModule before Lightning creates optimizers, and logs the proof at the
+    first step. The recipe's `autocast_dtype` runs around FP8: by default bf16, or FP32 on a CPU
+    without bf16 products. Lightning's checkpoints hold the scaling states in the optimizer states.
 
     Args:
-        spec: a backend string, a recipe, a dict, as in `fp8_backends.resolve`; None picks for this machine.
+        spec: a backend string, a recipe, a dict, as in `fp8_backends.resolve`; None picks for this
+        machine.
 
     Raises:
         RecipeError: the recipe cannot be honoured, here or (later) with an argument of the Trainer.
@@ -42,18 +43,21 @@ class FP8Precision(Precision):
         recipe = resolve(spec)
         if recipe.implementation == "original" or recipe.autocast_dtype == "fp16":
             raise RecipeError(
-                f"{recipe.name}: with Lightning, this package's own backends run with bf16 or fp32 around FP8: leave "
-                "implementation and autocast_dtype='fp16' out"
+                f"{recipe.name}: with Lightning, this package's own backends run with bf16 or fp32 "
+                "around FP8: leave implementation and autocast_dtype='fp16' out"
             )
         preconditions.check_machine(recipe)
         self.recipe = with_whole_states(recipe)  # one rank saves
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         given = "autocast_dtype" in recipe.given
-        self.autocast_dtype = recipe.autocast_dtype if given else hardware.fast_precision(torch.device(self.device))
+        self.autocast_dtype = (
+            recipe.autocast_dtype if given else hardware.fast_precision(torch.device(self.device))
+        )
         self.precision = "bf16-mixed" if self.autocast_dtype == "bf16" else "32-true"
 
     def convert_module(self, module: LightningModule) -> LightningModule:
-        """Convert the layers of the module in place. Raises `RecipeError` if the Trainer contradicts the recipe."""
+        """Convert the layers of the module in place. Raises `RecipeError` if the Trainer
+        contradicts the recipe."""
         trainer = self.trainer = module.trainer
         setup = rules.Setup(
             self.recipe,
@@ -69,7 +73,10 @@ class FP8Precision(Precision):
         return module
 
     def connect(
-        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
+        self,
+        model: torch.nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        lr_schedulers: list[Any],
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], list[Any]]:
         """Let the optimizers train the converted model, in any wrapper."""
         if optimizers:
@@ -92,11 +99,18 @@ class FP8Precision(Precision):
         return torch.autocast(self.device, torch.bfloat16)
 
     def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
     ) -> Any:
-        """Step after running `closure`: the optimizer's hooks read gradients before it would run its own closure."""
+        """Step after running `closure`: the optimizer's hooks read gradients before it would run
+        its own closure."""
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise RecipeError(f"{self.recipe.name}: LBFGS runs backward inside its steps; use another optimizer")
+            raise RecipeError(
+                f"{self.recipe.name}: LBFGS runs backward inside its steps; use another optimizer"
+            )
         result = closure()
         self._after_closure(model, optimizer)
         if result is None and model.automatic_optimization:

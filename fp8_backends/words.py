@@ -13,7 +13,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def share(part: float) -> str:
-    """Write a share, 0 to 1, in percent, only exact 0 and 1 as `0 %` and `100 %`: `99.7 %`, `under 0.1 %`."""
+    """Write a share, 0 to 1, in percent, only exact 0 and 1 as `0 %` and `100 %`: `99.7 %`, `under
+    0.1 %`."""
     percent = 100 * part
     if not 0 < part < 1:
         return f"{percent:.0f} %"
@@ -48,10 +49,16 @@ def shown(value: object) -> str:
 
 
 def listed(names: Iterable[str], shown: int = 6) -> str:
-    """Write names in one line, and join layers that differ only in a number: `layers.*.q_proj (x24)`."""
+    """Write names in one line, and join layers that differ only in a number: `layers.*.q_proj
+    (x24)`."""
     groups = by_pattern(names).items()
-    texts = [f"{pattern} (x{len(group)})" if len(group) > 1 else group[0] or "(root)" for pattern, group in groups]
-    return ", ".join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")
+    texts = [
+        f"{pattern} (x{len(group)})" if len(group) > 1 else group[0] or "(root)"
+        for pattern, group in groups
+    ]
+    return ", ".join(texts[:shown]) + (
+        f" and {len(texts) - shown} more" if len(texts) > shown else ""
+    )
 
 
 def by_reason(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
@@ -89,21 +96,28 @@ def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def as_html(title: str, *tables: Rows) -> str:
-    """Write a line of text above tables for a notebook, in its own theme. Columns of numbers are right-aligned; all
-    text is escaped."""
+    """Write a line of text above tables for a notebook, in its own theme. Columns of numbers are
+    right-aligned; all text is escaped."""
     return "".join([f"<p>{escape(title)}</p>", *map(_table, tables)])
 
 
 def _table(rows: Rows) -> str:
     headings, *body = rows
     number = re.compile(r"[?-]|[0-9.]+( %)?")
-    numbers = [all(map(number.fullmatch, column)) for column in zip(*body, strict=True)] or [False] * len(headings)
+    numbers = [all(map(number.fullmatch, column)) for column in zip(*body, strict=True)] or [
+        False
+    ] * len(headings)
 
     def row(tag: str, cells: Sequence[str]) -> str:
-        style = "vertical-align: top; padding: 0.1em 0.6em" + ("; border-bottom: 1px solid" if tag == "th" else "")
+        style = "vertical-align: top; padding: 0.1em 0.6em" + (
+            "; border-bottom: 1px solid" if tag == "th" else ""
+        )
         sides = ["right" if is_number else "left" for is_number in numbers]
         row_cells = zip(cells, sides, strict=True)
-        texts = (f'<{tag} style="text-align: {side}; {style}">{escape(cell)}</{tag}>' for cell, side in row_cells)
+        texts = (
+            f'<{tag} style="text-align: {side}; {style}">{escape(cell)}</{tag}>'
+            for cell, side in row_cells
+        )
         return f"<tr>{''.join(texts)}</tr>"
 
     style = "border-collapse: collapse; margin: 0.5em 0"

@@ -13,7 +13,8 @@ import fp8_backends
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate(monkeypatch):
-    """Accelerate's process-wide state and its environment, empty before and after each test; on the CPU, offline."""
+    """Accelerate's process-wide state and its environment, empty before and after each test; on the
+    CPU, offline."""
 
     def reset():
         AcceleratorState._reset_state(reset_partial_state=True)

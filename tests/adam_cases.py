@@ -1,4 +1,5 @@
-"""Adam jobs in every combination of formats, and claims about fused kernels: PyTorch operations' bits."""
+"""Adam jobs in every combination of formats, and claims about fused kernels: PyTorch operations'
+bits."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from fp8_backends.kernels.adam_table import AdamTable, measured
 from fp8_backends.tensors.scaled_tensor import quantize, quantize_pair
 
 E4M3 = torch.float8_e4m3fn
-CASES = {  # weight, grad, exp_avg, exp_avg_sq: a dtype, None for FP32, or a scaled format with its block size
+# weight, grad, exp_avg, exp_avg_sq: a dtype, None for FP32, or a scaled format with its block size
+CASES = {
     "fp32": (None, None, None, None),
     "bf16 weight and gradient": (torch.bfloat16, torch.bfloat16, None, None),
     "fp16 weight": (torch.float16, None, None, None),
@@ -36,14 +38,20 @@ OPTIONS = {
     "adamw": {"decoupled": True, "maximize": False, "rounding": "stochastic"},
     "adam": {"decoupled": False, "maximize": True, "rounding": "nearest"},
 }
-needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler"
+)
 
 
 def slot(values, kind):
     if kind is None or isinstance(kind, torch.dtype):
         return Slot(values.to(kind or torch.float32).clone())
     name, _, block = kind.partition(" ")
-    stored = quantize_pair(values) if name == "split" else quantize(values, SCALED[name], block_size=int(block or 0))
+    stored = (
+        quantize_pair(values)
+        if name == "split"
+        else quantize(values, SCALED[name], block_size=int(block or 0))
+    )
     return Slot(stored.codes, stored.scale_inv, int(block or 0), stored.stored.residual)
 
 
@@ -62,7 +70,14 @@ def with_record(job):
     return job._replace(record=measured(*job.written))
 
 
-def jobs(case="O2", options="adamw", copied=False, sizes=(3000, 1, 1024, 130), bounded=True, gradient=1e-3):
+def jobs(
+    case="O2",
+    options="adamw",
+    copied=False,
+    sizes=(3000, 1, 1024, 130),
+    bounded=True,
+    gradient=1e-3,
+):
     made = []
     for i, numel in enumerate(sizes):
         copy = Slot(torch.zeros(numel, dtype=E4M3), torch.ones(())) if copied else None
@@ -72,8 +87,19 @@ def jobs(case="O2", options="adamw", copied=False, sizes=(3000, 1, 1024, 130), b
     return made
 
 
-def step(parts, t=1, rounding="stochastic", seed=5, one_pass=None, decoupled=True, maximize=False, copy=None, **hyper):
-    """Make one step. one_pass: "eager", or "fused" if there is a kernel; else two passes by PyTorch operations."""
+def step(
+    parts,
+    t=1,
+    rounding="stochastic",
+    seed=5,
+    one_pass=None,
+    decoupled=True,
+    maximize=False,
+    copy=None,
+    **hyper,
+):
+    """Make one step. one_pass: "eager", or "fused" if there is a kernel; else two passes by PyTorch
+    operations."""
     job = Job(*parts, hyper_of(t, **hyper), decoupled, maximize, rounding, seed, copy)
     AdamSteps([with_record(job) if one_pass else job], fused=one_pass == "fused").run()
 
@@ -98,13 +124,19 @@ def value(of):
     """Return the FP32 values of a slot."""
     if of.scale_inv is None:
         return of.data.float()
-    scale = of.scale_inv.repeat_interleave(of.block_size)[: of.data.numel()] if of.block_size else of.scale_inv
+    scale = (
+        of.scale_inv.repeat_interleave(of.block_size)[: of.data.numel()]
+        if of.block_size
+        else of.scale_inv
+    )
     values = numbers(of).float() * scale
     return values * values if of.format is ROOT8 else values
 
 
 def bits(parts):
-    tensors = [t for part in parts for t in (part.data, part.scale_inv, part.residual) if t is not None]
+    tensors = [
+        t for part in parts for t in (part.data, part.scale_inv, part.residual) if t is not None
+    ]
     return [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
 
 
@@ -114,7 +146,8 @@ def all_bits(of):
 
 
 def check(make, steps=1):
-    """Step jobs by kernels and by PyTorch operations: equal bits, bounds and records. Returns the stepped jobs."""
+    """Step jobs by kernels and by PyTorch operations: equal bits, bounds and records. Returns the
+    stepped jobs."""
     ours, expected = make(), make()
     before = all_bits(ours)
     for _ in range(steps):
@@ -127,7 +160,9 @@ def check(make, steps=1):
     both = zip(AdamSteps(ours).amaxes(), AdamSteps(expected, fused=False).amaxes(), strict=True)
     for job, *bounds in zip(ours, *zip(*both, strict=True), strict=True):
         if job.kind.bounded:
-            first, second = (bits([Slot(bound) for bound in of if bound is not None]) for of in bounds)
+            first, second = (
+                bits([Slot(bound) for bound in of if bound is not None]) for of in bounds
+            )
             assert first == second
     return ours, expected
 
@@ -167,14 +202,20 @@ def check_agreed_bounds(case):
     for of, options in ((ours, {}), (expected, {"fused": False})):
         told = [job._replace(finite=torch.tensor(i != 1)) for i, job in enumerate(of)]
         steps = AdamSteps(told, **options)
-        steps.write([[None if amax is None else amax * 4 for amax in amaxes] for amaxes in steps.amaxes()])
+        steps.write(
+            [[None if amax is None else amax * 4 for amax in amaxes] for amaxes in steps.amaxes()]
+        )
     assert all_bits(ours) == all_bits(expected) != all_bits(jobs(case))
 
 
 def check_launches(kernels, monkeypatch):
     """The number of parameters does not change the number of launches."""
     launched, run = [], kernels.run
-    monkeypatch.setattr(kernels, "run", lambda self, kernel, table: launched.append(kernel) or run(self, kernel, table))
+    monkeypatch.setattr(
+        kernels,
+        "run",
+        lambda self, kernel, table: launched.append(kernel) or run(self, kernel, table),
+    )
     for count, copied in ((1, False), (9, False), (3, True)):
         launched.clear()
         AdamSteps(jobs(copied=copied, sizes=(40,) * count)).run()

@@ -6,8 +6,10 @@ import gc
 import os
 import sys
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the tests' models are small, and several run at a time
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each compiling process starts a waiting one
+# before torch: the tests' models are small, and several run at a time
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# else each compiling process starts a waiting one
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import distributed  # noqa: E402, F401, the folder, before a test of benchmarks brings their file of that name
 import hypothesis  # noqa: E402
@@ -40,14 +42,16 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def exempt_loaded_libraries_from_collection():
-    """Exempt loaded libraries, a million objects, from the many full collections by Accelerate and Dynamo."""
+    """Exempt loaded libraries, a million objects, from the many full collections by Accelerate and
+    Dynamo."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def seed_only_present_devices():
-    """Skip absent devices: for each, `torch.manual_seed` formats and keeps the whole stack, which is deep in pytest."""
+    """Skip absent devices: for each, `torch.manual_seed` formats and keeps the whole stack, which
+    is deep in pytest."""
     import torch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -60,7 +64,9 @@ def seed_only_present_devices():
 @pytest.fixture(autouse=True)
 def no_fp8_in_environment(monkeypatch):
     for name in list(os.environ):
-        if name.upper().startswith(("ACCELERATE_FP8_", "ACCELERATE_MIXED_PRECISION", "FP8_BACKENDS_")):
+        if name.upper().startswith(
+            ("ACCELERATE_FP8_", "ACCELERATE_MIXED_PRECISION", "FP8_BACKENDS_")
+        ):
             monkeypatch.delenv(name)
 
 

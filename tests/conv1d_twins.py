@@ -32,17 +32,23 @@ def conv_twin(linear: nn.Linear) -> Conv1D:
 
 
 def gpt2(of_linears: bool = False) -> nn.Module:
-    """Return the tiny GPT-2 of `model_families`, with Conv1D or with a Linear in the place of each."""
+    """Return the tiny GPT-2 of `model_families`, with Conv1D or with a Linear in the place of
+    each."""
     model = build("gpt2")
     for block in model.transformer.h if of_linears else ():
-        for part, name in ((block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
+        for part, name in (
+            (block.attn, "c_attn"),
+            (block.attn, "c_proj"),
+            (block.mlp, "c_fc"),
+            (block.mlp, "c_proj"),
+        ):
             setattr(part, name, linear_twin(getattr(part, name)))
     return model
 
 
 def results_of_steps(layer: nn.Module, steps: int = 2) -> list[torch.Tensor]:
-    """Output, input's gradient, weight's as [out, in] and bias's, of some steps of a Conv1D or Linear under bf16
-    autocast."""
+    """Output, input's gradient, weight's as [out, in] and bias's, of some steps of a Conv1D or
+    Linear under bf16 autocast."""
     results = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)

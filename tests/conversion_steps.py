@@ -63,7 +63,8 @@ def counts(layer):
 
 
 def assert_ran_in_fp8(prepared, model, steps):
-    """Check for a forward and a weight-gradient product of every converted layer in each step, if counted."""
+    """Check for a forward and a weight-gradient product of every converted layer in each step, if
+    counted."""
     layers = dict(model.named_modules())
     for name in prepared.report.converted:
         assert prepared.compute.is_converted(layers[name])

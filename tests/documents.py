@@ -25,32 +25,47 @@ class Block(NamedTuple):
 
 
 def _blocks(document: Path, opening: str) -> list[Block]:
-    found = re.findall(rf"{opening}\n\n((?: {{4}}.*\n|\n)+)", document.read_text(encoding="utf-8"), re.M)
-    return [Block(document, re.sub(r"^ {4}", "", block, flags=re.M).strip() + "\n") for block in found]
+    found = re.findall(
+        rf"{opening}\n\n((?: {{4}}.*\n|\n)+)", document.read_text(encoding="utf-8"), re.M
+    )
+    return [
+        Block(document, re.sub(r"^ {4}", "", block, flags=re.M).strip() + "\n") for block in found
+    ]
 
 
 def code_blocks(language: str, *documents: Path) -> list[Block]:
     """Return every `.. code-block::` of a language, in these documents or in all."""
     return [
-        block for document in documents or DOCUMENTS for block in _blocks(document, rf"^\.\. code-block:: {language}")
+        block
+        for document in documents or DOCUMENTS
+        for block in _blocks(document, rf"^\.\. code-block:: {language}")
     ]
 
 
 def literal_blocks(*documents: Path) -> list[Block]:
     """Return every block after a `::`."""
-    return [block for document in documents or DOCUMENTS for block in _blocks(document, r"^(?!\.\. ).*::")]
+    return [
+        block
+        for document in documents or DOCUMENTS
+        for block in _blocks(document, r"^(?!\.\. ).*::")
+    ]
 
 
 def commands(*documents: Path) -> list[str]:
     """Return every shell line without its comment, except installations."""
-    lines = "".join(block.text for block in literal_blocks(*documents)).replace("\\\n", " ").splitlines()
+    lines = (
+        "".join(block.text for block in literal_blocks(*documents))
+        .replace("\\\n", " ")
+        .splitlines()
+    )
     lines = [line.partition("  #")[0].strip() for line in lines]
     of_a_shell = rf"([A-Z_0-9]+=\S+ )*({'|'.join(PROGRAMS)}) "
     return [line for line in lines if re.match(of_a_shell, line) and "pip install" not in line]
 
 
 def script_without_recipe() -> str:
-    """Return the README's script as a user of stock Accelerate has it, without this package and its recipe."""
+    """Return the README's script as a user of stock Accelerate has it, without this package and its
+    recipe."""
     script = code_blocks("python", README)[0].text
     stock = script.replace('mixed_precision="fp8", kwargs_handlers=[recipe]', "")
     assert stock != script, "the README's python block makes its Accelerator in another way"

@@ -1,7 +1,7 @@
 """Run each of Accelerate's other features with FP8, on one process or several.
 
-A run is a function of (backend, folder): it uses the feature as Accelerate's guides do, and asserts its purpose.
-`feature_table.py` lists refused runs; all processes share `folder`.
+A run is a function of (backend, folder): it uses the feature as Accelerate's guides do, and asserts
+its purpose. `feature_table.py` lists refused runs; all processes share `folder`.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ for library in (
     "torch.distributed.pipelining",
     "torchao.float8",
 ):
-    # Accelerate and PyTorch would load them in the middle: each rank separately, and the garbage collector, which some
-    # features call, would visit them every time
+    # Accelerate and PyTorch would load them in the middle: each rank separately, and the garbage
+    # collector, which some features call, would visit them every time
     importlib.import_module(library)
 
 # Training
@@ -92,7 +92,9 @@ def local_sgd(backend: str, folder: Path) -> None:
 
 def _hooked(backend: str, hook: str, bound: float, **state) -> None:
     """Compare gradients reduced by a hook with DDP's own average."""
-    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType(hook), comm_state_option=state)
+    handler = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType(hook), comm_state_option=state
+    )
     found = []
     for handlers in ((handler,), ()):
         acc = accelerator(backend, *handlers)
@@ -141,7 +143,9 @@ def join_uneven_inputs(backend: str, folder: Path) -> None:
     model = Net()
     data = torch.utils.data.TensorDataset(*map(torch.cat, zip(*map(batch, range(3)), strict=True)))
     loader = torch.utils.data.DataLoader(data, batch_size=16)
-    model, optimizer, loader = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3), loader)
+    model, optimizer, loader = acc.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=5e-3), loader
+    )
     before, count = values(model), 0
     with joined(acc, model):
         for x, y in loader:
@@ -166,7 +170,8 @@ def join(backend: str, folder: Path) -> None:
 
 
 def trigger_sync(backend: str, folder: Path) -> None:
-    """Run two forwards, then two backwards, synchronizing in the second, as with a forward before each backward."""
+    """Run two forwards, then two backwards, synchronizing in the second, as with a forward before
+    each backward."""
     acc = accelerator(backend)
     model, optimizer = prepared(acc)
     with acc.no_sync(model):
@@ -181,8 +186,11 @@ def trigger_sync(backend: str, folder: Path) -> None:
         with acc.trigger_sync_in_backward(model):
             acc.backward(second)
         for name, gradient in gradients(model).items() if index == 0 else ():
-            # the scales of native:delayed have moved; local gradients are off by the other rank's half
-            assert relative_error(gradient, expected[name]) < (0.3 if backend == "native:delayed" else 0.1), name
+            # the scales of native:delayed have moved; local gradients are off by the other rank's
+            # half
+            assert relative_error(gradient, expected[name]) < (
+                0.3 if backend == "native:delayed" else 0.1
+            ), name
         optimizer.step()
         optimizer.zero_grad()
         assert_equal_everywhere(model)
@@ -218,7 +226,9 @@ def batch_size_finder(backend: str, folder: Path) -> None:
     @find_executable_batch_size(starting_batch_size=64, reduce_batch_size_fn=lambda: tried[-1] // 2)
     def run(batch_size):
         tried.append(batch_size)
-        assert not torch._C._autograd._profiler_enabled(), "the proof's profile outlived an exception"
+        assert not torch._C._autograd._profiler_enabled(), (
+            "the proof's profile outlived an exception"
+        )
         acc.free_memory()
         model, optimizer = prepared(acc)
         for index in range(3):
@@ -260,10 +270,13 @@ def profile(backend: str, folder: Path) -> None:
 
 
 def profile_by_schedule(backend: str, folder: Path) -> None:
-    """Let the user's profiler wait, and start in the middle of an accumulation with the proof in its first step."""
+    """Let the user's profiler wait, and start in the middle of an accumulation with the proof in
+    its first step."""
     seen = []
     schedule = ProfileKwargs(
-        activities=["cpu"], schedule_option={"wait": 1, "warmup": 1, "active": 1}, on_trace_ready=seen.append
+        activities=["cpu"],
+        schedule_option={"wait": 1, "warmup": 1, "active": 1},
+        on_trace_ready=seen.append,
     )
     acc = accelerator(backend, schedule, gradient_accumulation_steps=3)
     model, optimizer = prepared(acc)
@@ -355,7 +368,9 @@ def _averaged(backend: str, average) -> None:
         elif average:
             expected = {name: 0.9 * value + 0.1 * now[name] for name, value in expected.items()}
         else:
-            expected = {name: value + (now[name] - value) / (index + 1) for name, value in expected.items()}
+            expected = {
+                name: value + (now[name] - value) / (index + 1) for name, value in expected.items()
+            }
     update_bn([batch(0)[0]], averaged)
     for name, value in values(averaged.module).items():
         error = relative_error(value, expected[name])
@@ -384,8 +399,8 @@ def _inputs(rows: int) -> torch.Tensor:
 
 
 def _close(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Outputs of the same weights, with three FP8 products in one of the two (`ao` has them in evaluation, too): each
-    has operands with an error of 0.026, and 0.026 * sqrt(2 * 3) is 0.064."""
+    """Outputs of the same weights, with three FP8 products in one of the two (`ao` has them in
+    evaluation, too): each has operands with an error of 0.026, and 0.026 * sqrt(2 * 3) is 0.064."""
     return relative_error(outputs, expected) < 0.1
 
 
@@ -415,7 +430,9 @@ def dispatch(backend: str, folder: Path) -> None:
     acc, model, _ = trained(backend)
     model = acc.unwrap_model(model)
     expected = _outputs(model)
-    dispatched = dispatch_model(model, DEVICES, main_device="cpu", offload_dir=str(folder / f"dispatched{rank()}"))
+    dispatched = dispatch_model(
+        model, DEVICES, main_device="cpu", offload_dir=str(folder / f"dispatched{rank()}")
+    )
     assert dispatched.second[0].weight.device.type == "meta"
     assert torch.equal(_outputs(dispatched), expected)
 
@@ -502,8 +519,8 @@ def empty_weights(backend: str, folder: Path) -> None:
 
 
 def pippy(backend: str, folder: Path) -> None:
-    """Export the model by PyTorch, without Accelerate's autocast around `forward`; the last process has the output.
-    TorchAO's layers cannot be exported, nor scaled weights moved into stages."""
+    """Export the model by PyTorch, without Accelerate's autocast around `forward`; the last process
+    has the output. TorchAO's layers cannot be exported, nor scaled weights moved into stages."""
     if ranks() == 1:
         return  # PiPPy itself wants a process group
     acc, model, _ = trained(backend)
@@ -523,8 +540,25 @@ RUNS = {
     for run in (
         *(local_sgd, comm_hook_fp16, comm_hook_power_sgd),
         *(join_uneven_inputs, join, trigger_sync, accumulate_several, batch_size_finder),
-        *(profile, profile_by_schedule, trackers, early_stopping, schedule_free, eight_bit_optimizer, lomo, ema, swa),
-        *(offload_to_cpu, offload_to_disk, dispatch, sharded_save, load_in_training, load_and_dispatch),
+        *(
+            profile,
+            profile_by_schedule,
+            trackers,
+            early_stopping,
+            schedule_free,
+            eight_bit_optimizer,
+            lomo,
+            ema,
+            swa,
+        ),
+        *(
+            offload_to_cpu,
+            offload_to_disk,
+            dispatch,
+            sharded_save,
+            load_in_training,
+            load_and_dispatch,
+        ),
         *(load_then_prepare, empty_weights, pippy),
     )
 }

@@ -1,5 +1,5 @@
-"""Share a model, data, an Accelerator and assertions between the runs of Accelerate's features, on one process or
-several."""
+"""Share a model, data, an Accelerator and assertions between the runs of Accelerate's features, on
+one process or several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ WIDTH = 32
 
 
 class Net(nn.Module):
-    """[batch, 32] -> [batch, 16]: two blocks, each a Linear and a LayerNorm, and a Linear head; three layers in FP8."""
+    """[batch, 32] -> [batch, 16]: two blocks, each a Linear and a LayerNorm, and a Linear head;
+    three layers in FP8."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -87,11 +88,14 @@ def trained(backend: str, steps: int = 2, **options):
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the plain values of all parameters: FP8 values for weights with a remote master."""
+    """Return copies of the plain values of all parameters: FP8 values for weights with a remote
+    master."""
     found = {}
     for name, p in model.named_parameters():
         p = p.detach()
-        read = (p.dequantize if p.shared_out else p.exact) if isinstance(p, ScaledTensor) else p.clone
+        read = (
+            (p.dequantize if p.shared_out else p.exact) if isinstance(p, ScaledTensor) else p.clone
+        )
         found[name.removeprefix("module.")] = read()
     return found
 
@@ -99,7 +103,10 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """The plain gradients of all parameters, copied."""
     found = {name.removeprefix("module."): p.grad.detach() for name, p in model.named_parameters()}
-    return {name: g.dequantize() if isinstance(g, ScaledTensor) else g.clone() for name, g in found.items()}
+    return {
+        name: g.dequantize() if isinstance(g, ScaledTensor) else g.clone()
+        for name, g in found.items()
+    }
 
 
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,6 +1,7 @@
 """List Accelerate's other features as working or refused with FP8. `tables.rst` shows them.
 
-Each row has a run in `feature_runs.py`, or a command in `accelerate_plugin/test_accelerate_features.py`.
+Each row has a run in `feature_runs.py`, or a command in
+`accelerate_plugin/test_accelerate_features.py`.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ class Feature(NamedTuple):
 _HOOK = at(LEVELS, "leave the hook out")
 _SHARED_OUT = at(("msamp:O3",), "shard_states=False")
 _OPTIMIZER = at(LEVELS, "trains with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, not with")
-_OPTIMIZER_NOTE = "Levels train with ``torch.optim``'s AdamW, Adam, SGD, Muon and Adafactor: use a backend of O0"
+_OPTIMIZER_NOTE = (
+    "Levels train with ``torch.optim``'s AdamW, Adam, SGD, Muon and Adafactor: use a backend of O0"
+)
 _AVERAGE_NOTE = (
-    "Create it after ``prepare``. At levels, keep it in FP32: `Levels <levels.rst>`_ has code. At O3 under DDP no rank "
-    "has all masters to average: prepare with ``shard_states=False``"
+    "Create it after ``prepare``. At levels, keep it in FP32: `Levels <levels.rst>`_ has code. At "
+    "O3 under DDP no rank has all masters to average: prepare with ``shard_states=False``"
 )
 _STATE_DICT_NOTE = (
     "At O3 under DDP no rank has a whole state dict: prepare with ``shard_states=False``, or load "
@@ -56,15 +59,17 @@ _STATE_DICT_NOTE = (
 )
 
 _HOOK_NOTE = (
-    "Gradients of scaled weights bypass DDP's hooks, in E4M3: leave the hook out. Hooks must be members of "
-    "``DDPCommunicationHookType``: Accelerate 1.15 ignores strings. BF16 and BATCHED_POWER_SGD are not tested: "
-    "PyTorch has them only on GPUs"
+    "Gradients of scaled weights bypass DDP's hooks, in E4M3: leave the hook out. Hooks must be "
+    "members of ``DDPCommunicationHookType``: Accelerate 1.15 ignores strings. BF16 and "
+    "BATCHED_POWER_SGD are not tested: PyTorch has them only on GPUs"
 )
 _WHOLE_NOTE = (
-    "At O3 under DDP each rank keeps all states from then on, with a line in the log; ``shard_states=True`` refuses"
+    "At O3 under DDP each rank keeps all states from then on, with a line in the log; "
+    "``shard_states=True`` refuses"
 )
 _PROFILE_NOTE = (
-    "The proof of ``ao`` needs PyTorch's profiler, and waits for the end of yours, including its scheduled waits"
+    "The proof of ``ao`` needs PyTorch's profiler, and waits for the end of yours, "
+    "including its scheduled waits"
 )
 
 FEATURES = (
@@ -82,19 +87,25 @@ FEATURES = (
     Feature("``find_executable_batch_size``", "batch_size_finder"),
     Feature("``profile``", "profile", _PROFILE_NOTE),
     Feature("``profile`` by a schedule", "profile_by_schedule", _PROFILE_NOTE),
-    Feature("trackers", "trackers", "Their configuration includes ``fp8_backend`` and ``fp8_flops_share``"),
+    Feature(
+        "trackers",
+        "trackers",
+        "Their configuration includes ``fp8_backend`` and ``fp8_flops_share``",
+    ),
     Feature("``set_trigger``, ``check_trigger``", "early_stopping"),
     Feature("schedule-free optimizers", "schedule_free", _OPTIMIZER_NOTE, refused=_OPTIMIZER),
     Feature(
         "8-bit optimizers",
         "eight_bit_optimizer",
-        f"{_OPTIMIZER_NOTE}; the states of O2 and O3 are in 8 and 16 bits. Paged ones need a GPU, and are not tested",
+        f"{_OPTIMIZER_NOTE}; the states of O2 and O3 are in 8 and 16 bits. Paged ones need a GPU, "
+        f"and are not tested",
         refused=_OPTIMIZER,
     ),
     Feature(
         "LOMO",
         "lomo",
-        f"{_OPTIMIZER_NOTE}. Under DDP LOMO steps before gradients are reduced, in bf16 and FP8: train on one process",
+        f"{_OPTIMIZER_NOTE}. Under DDP LOMO steps before gradients are reduced, in bf16 and FP8: "
+        f"train on one process",
         refused=_OPTIMIZER,
         refused_on_several=at(("native:delayed", "ao:tensorwise"), "train on one process"),
     ),
@@ -111,7 +122,9 @@ FEATURES = (
         refused_on_several=_SHARED_OUT,
     ),
     Feature("``cpu_offload``", "offload_to_cpu", _STATE_DICT_NOTE, refused_on_several=_SHARED_OUT),
-    Feature("``disk_offload``", "offload_to_disk", _STATE_DICT_NOTE, refused_on_several=_SHARED_OUT),
+    Feature(
+        "``disk_offload``", "offload_to_disk", _STATE_DICT_NOTE, refused_on_several=_SHARED_OUT
+    ),
     Feature("``dispatch_model``", "dispatch", _STATE_DICT_NOTE, refused_on_several=_SHARED_OUT),
     Feature("``save_model`` in shards", "sharded_save"),
     Feature(
@@ -120,35 +133,43 @@ FEATURES = (
         "At O3 under DDP use ``Accelerator.load_state``, or ``shard_states=False``",
         refused_on_several=_SHARED_OUT,
     ),
-    Feature("``load_checkpoint_and_dispatch``", "load_and_dispatch", "For an unprepared model, for inference"),
+    Feature(
+        "``load_checkpoint_and_dispatch``",
+        "load_and_dispatch",
+        "For an unprepared model, for inference",
+    ),
     Feature(
         "the same, then ``prepare``",
         "load_then_prepare",
         "In this order: Accelerate misses the states of a model prepared without weights",
     ),
     Feature(
-        "``init_empty_weights``, then ``prepare``", "empty_weights", "Then call ``to_empty`` and ``load_state_dict``"
+        "``init_empty_weights``, then ``prepare``",
+        "empty_weights",
+        "Then call ``to_empty`` and ``load_state_dict``",
     ),
     Feature(
         "``prepare_pippy``",
         "pippy",
-        "First call ``accelerator.unwrap_model(model, keep_fp32_wrapper=False)``, and for ``ao`` and levels "
-        "``fp8_backends.restore(model)``. ``gather_output=True`` fails in Accelerate 1.15 itself",
+        "First call ``accelerator.unwrap_model(model, keep_fp32_wrapper=False)``, and for ``ao`` "
+        "and levels ``fp8_backends.restore(model)``. ``gather_output=True`` fails in Accelerate "
+        "1.15 itself",
         refused_on_several=_SHARED_OUT,
     ),
     Feature(
         "``accelerate test``",
         "accelerate_test",
-        "Start its script by ``fp8-backends launch``, with ``on_unproven: warn``, since its model has no Linear. "
-        "It expects equal weights from one and several processes, so levels with their FP8 gradients need "
-        "``gradient_comm: plain``. ``fp8-backends doctor`` tests FP8 itself",
+        "Start its script by ``fp8-backends launch``, with ``on_unproven: warn``, since its model "
+        "has no Linear. It expects equal weights from one and several processes, so levels with "
+        "their FP8 gradients need ``gradient_comm: plain``. ``fp8-backends doctor`` tests FP8 "
+        "itself",
         refused_on_several=at(LEVELS, "Did not obtain the same model"),
     ),
     Feature(
         "``accelerate config``",
         "accelerate_config",
-        "The wizard offers ``ao``, and ``te`` and ``msamp`` if these packages are installed: write any other backend "
-        "into its file",
+        "The wizard offers ``ao``, and ``te`` and ``msamp`` if these packages are installed: write "
+        "any other backend into its file",
     ),
 )
 

@@ -14,19 +14,24 @@ SCALED_MM, BLOCK_SCALED_MM = torch.ops.aten._scaled_mm.default, torch.ops.aten._
 
 
 class GPURules(TorchDispatchMode):
-    """Repeat every `_scaled_mm` of a step on fake CUDA tensors of the same dtypes, sizes and strides.
+    """Repeat every `_scaled_mm` of a step on fake CUDA tensors of the same dtypes, sizes and
+    strides.
 
-    Fake CUDA tensors run torch's own checks for a GPU (layouts, multiples of 16, scales). Autograd itself cannot run
-    on fake CUDA tensors in a CPU build, so the step is real and its products are replayed. We assert here what the fake
-    kernel does not check: no E5M2 by E5M2, none in blocks of 128, and a rowwise output in bf16. A CPU has no product
-    with block scales: its result is made here, from the operands and the scales in the layout in which a GPU gets them.
+    Fake CUDA tensors run torch's own checks for a GPU (layouts, multiples of 16, scales). Autograd
+    itself cannot run on fake CUDA tensors in a CPU build, so the step is real and its products are
+    replayed. We assert here what the fake kernel does not check: no E5M2 by E5M2, none in blocks of
+    128, and a rowwise output in bf16. A CPU has no product with block scales: its result is made
+    here, from the operands and the scales in the layout in which a GPU gets them.
     """
 
     def __init__(self, monkeypatch):
         super().__init__()
         mend_cpu_product()  # on some CPUs PyTorch's own takes a thousand times as long
-        on_a_gpu, device = products.engine_for, torch.device("cuda")  # without a driver: as for fake tensors
-        monkeypatch.setattr(products, "engine_for", lambda _, *arguments: on_a_gpu(device, *arguments))
+        # without a driver: as for fake tensors
+        on_a_gpu, device = products.engine_for, torch.device("cuda")
+        monkeypatch.setattr(
+            products, "engine_for", lambda _, *arguments: on_a_gpu(device, *arguments)
+        )
         self.products = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -39,12 +44,15 @@ class GPURules(TorchDispatchMode):
         def as_cuda(value):
             if not isinstance(value, torch.Tensor):
                 return value
-            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
+            return torch.empty_strided(
+                value.size(), value.stride(), dtype=value.dtype, device="cuda"
+            )
 
         with FakeTensorMode():
             out = func(*tree_map(as_cuda, args), **tree_map(as_cuda, kwargs))
         a, b, scale_a = args[0], args[1], args[2]
-        # "TN": the one layout of FP8 products on Hopper, and of MXFP8 ones on compute capability 12 before cuBLAS 13.6
+        # "TN": the one layout of FP8 products on Hopper, and of MXFP8 ones on compute capability 12
+        # before cuBLAS 13.6
         assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
         assert not a.dtype == b.dtype == torch.float8_e5m2
         kind = ScalingType(args[3][0]) if func is BLOCK_SCALED_MM else None
@@ -67,7 +75,8 @@ class Calls(TorchDispatchMode):
 
 
 class Context:
-    """Stand for the context of an autograd function; autograd has no fake CUDA tensors without a driver."""
+    """Stand for the context of an autograd function; autograd has no fake CUDA tensors without a
+    driver."""
 
     needs_input_grad = (True, True, True)
 
@@ -75,9 +84,15 @@ class Context:
         self.saved_tensors = tensors
 
 
-def block_product(a, b, scale_a, kind_a, swizzle_a, scale_b, kind_b, swizzle_b, bias, out_dtype, *_):
-    """`_scaled_mm_v2` of FP8 a [m, k] and b [k, n] with block scales, by cuBLAS's description of their layouts."""
-    assert len(swizzle_a) == len(swizzle_b) and [len(kind_a), len(kind_b)] == [len(scale_a), len(scale_b)]
+def block_product(
+    a, b, scale_a, kind_a, swizzle_a, scale_b, kind_b, swizzle_b, bias, out_dtype, *_
+):
+    """`_scaled_mm_v2` of FP8 a [m, k] and b [k, n] with block scales, by cuBLAS's description of
+    their layouts."""
+    assert len(swizzle_a) == len(swizzle_b) and [len(kind_a), len(kind_b)] == [
+        len(scale_a),
+        len(scale_b),
+    ]
     values = (
         block_values(a, scale_a[0], ScalingType(kind_a[0]))
         @ block_values(b.t(), scale_b[0], ScalingType(kind_b[0])).t()

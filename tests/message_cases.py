@@ -1,6 +1,7 @@
 """Provide values for messages, and check one pass over them against the bits of the reference.
 
-NaN counts as one value: a non-finite block has the scale NaN, so its codes and the sign of NaN are arbitrary.
+NaN counts as one value: a non-finite block has the scale NaN, so its codes and the sign of NaN are
+arbitrary.
 """
 
 from __future__ import annotations
@@ -15,24 +16,44 @@ from fp8_backends.formats.scaling import power_of_two_scale
 from fp8_backends.kernels.layouts import BLOCK, Part, columns_of, exponents_of, scales_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 2.0**-149, 2.0**-126, 3.4e38, -225.0, 464.0)
+SPECIAL = (
+    0.0,
+    -0.0,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    2.0**-149,
+    2.0**-126,
+    3.4e38,
+    -225.0,
+    464.0,
+)
 
 
-def values(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0, special: bool = True) -> torch.Tensor:
-    """Magnitudes from 2**-20 to 2**20 by blocks, one block of zeros, and special values here and there."""
+def values(
+    numel: int, dtype: torch.dtype = torch.float32, seed: int = 0, special: bool = True
+) -> torch.Tensor:
+    """Magnitudes from 2**-20 to 2**20 by blocks, one block of zeros, and special values here and
+    there."""
     generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-20, 14, (-(-numel // 64),), generator=generator).repeat_interleave(64)[:numel]
+    exponents = torch.randint(-20, 14, (-(-numel // 64),), generator=generator).repeat_interleave(
+        64
+    )[:numel]
     made = torch.randn(numel, generator=generator) * 2.0**exponents
     made[BLOCK : 2 * BLOCK] = 0
     if special:
-        places = torch.randint(0, max(numel, 1), (len(SPECIAL) if numel > 3 * BLOCK else 0,), generator=generator)
+        places = torch.randint(
+            0, max(numel, 1), (len(SPECIAL) if numel > 3 * BLOCK else 0,), generator=generator
+        )
         made[places] = torch.tensor(SPECIAL)[: len(places)]
     return made.to(dtype)
 
 
-def parts(dtype: torch.dtype, seed: int, lengths=(700, 1, 0, 128, 3000, 129), gap: int = 2) -> list[Part]:
-    """Return parts of odd lengths at odd addresses and one at an even one, with uncovered blocks before the third and
-    behind the last; some with a scale."""
+def parts(
+    dtype: torch.dtype, seed: int, lengths=(700, 1, 0, 128, 3000, 129), gap: int = 2
+) -> list[Part]:
+    """Return parts of odd lengths at odd addresses and one at an even one, with uncovered blocks
+    before the third and behind the last; some with a scale."""
     made, start = [], 0
     for index, length in enumerate(lengths):
         start += gap * BLOCK if index == 2 else 0
@@ -56,7 +77,9 @@ def same(made: torch.Tensor, expected: torch.Tensor) -> bool:
 def same_messages(made: torch.Tensor, expected: torch.Tensor, without: int | None = None) -> bool:
     """Compare bytes, except the codes of non-finite blocks, and except one row."""
     keep = torch.arange(len(made)) != (-1 if without is None else without)
-    (codes, scale_inv), (wanted, its_scale_inv) = (reference.decode(each[keep]) for each in (made, expected))
+    (codes, scale_inv), (wanted, its_scale_inv) = (
+        reference.decode(each[keep]) for each in (made, expected)
+    )
     finite = its_scale_inv.isfinite().repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
     codes, wanted = codes.view(torch.uint8), wanted.view(torch.uint8)
     return same(scale_inv, its_scale_inv) and bool(((codes == wanted) | ~finite).all())
@@ -83,7 +106,9 @@ def _encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
     blocks = pad(rows.float(), (0, -rows.shape[1] % BLOCK)).view(len(rows), -1, BLOCK)
     amax = blocks.abs().amax(-1)
     scale = power_of_two_scale(amax, E4M3)
-    codes = saturating_cast(blocks * scale.unsqueeze(-1), E4M3).view(len(rows), -1)[:, : rows.shape[1]]
+    codes = saturating_cast(blocks * scale.unsqueeze(-1), E4M3).view(len(rows), -1)[
+        :, : rows.shape[1]
+    ]
     return torch.cat([codes.view(torch.uint8), exponents_of(scale, amax)], 1)
 
 
@@ -103,18 +128,24 @@ def _unpack(messages: torch.Tensor, parts: list[Part]) -> None:
         part.values.copy_(values[part.start : part.start + len(part.values)])
 
 
-def _reduce_values(received, own, rank: int, out: torch.Tensor, divisor: int = 1, factor: float = 1.0) -> torch.Tensor:
+def _reduce_values(
+    received, own, rank: int, out: torch.Tensor, divisor: int = 1, factor: float = 1.0
+) -> torch.Tensor:
     return out.copy_(_sum(received, own, rank) / divisor * factor)
 
 
 reference = SimpleNamespace(
     pack=_pack,
     encode=_encode,
-    reduce=lambda received, own, rank, divisor: _encode((_sum(received, own, rank) / divisor).unsqueeze(0)),
+    reduce=lambda received, own, rank, divisor: _encode(
+        (_sum(received, own, rank) / divisor).unsqueeze(0)
+    ),
     reduce_values=_reduce_values,
     unpack=_unpack,
     decode=_decode,
-    dequantize=lambda codes, scale_inv: codes.float() * scale_inv.repeat_interleave(BLOCK)[: codes.numel()],
+    dequantize=lambda codes, scale_inv: (
+        codes.float() * scale_inv.repeat_interleave(BLOCK)[: codes.numel()]
+    ),
 )
 """The definition of each function of `kernels.messages`, over whole tensors."""
 
@@ -135,10 +166,14 @@ def check_encode(passes, dtype: torch.dtype, rows: int, columns: int, kept: int 
 
 
 def received(ranks: int, columns: int) -> torch.Tensor:
-    return torch.cat([reference.encode(values(columns, seed=rank).unsqueeze(0), None) for rank in range(ranks)])
+    return torch.cat(
+        [reference.encode(values(columns, seed=rank).unsqueeze(0), None) for rank in range(ranks)]
+    )
 
 
-def check_reduce(passes, ranks: int, columns: int, rank: int, dtype: torch.dtype, divisor: int, factor: float) -> None:
+def check_reduce(
+    passes, ranks: int, columns: int, rank: int, dtype: torch.dtype, divisor: int, factor: float
+) -> None:
     arrived, own = received(ranks, columns), values(columns, dtype, seed=99)
     made = passes.reduce(arrived, own, rank, divisor)
     assert same_messages(made, reference.reduce(arrived, own, rank, divisor))
@@ -164,9 +199,13 @@ def check_unpack(passes, dtype: torch.dtype, rows: int) -> None:
     wanted = parts(dtype, 0)
     columns = -(-(wanted[-1].start + wanted[-1].values.numel()) // (rows * BLOCK)) * BLOCK
     arrived = received(rows, columns)
-    made, expected = ([torch.full((len(p.values) + 2,), 7.0, dtype=dtype) for p in wanted] for _ in range(2))
+    made, expected = (
+        [torch.full((len(p.values) + 2,), 7.0, dtype=dtype) for p in wanted] for _ in range(2)
+    )
     for each, implementation in ((made, passes), (expected, reference)):
-        implementation.unpack(arrived, [Part(e[1:-1], p.start) for e, p in zip(each, wanted, strict=True)])
+        implementation.unpack(
+            arrived, [Part(e[1:-1], p.start) for e, p in zip(each, wanted, strict=True)]
+        )
     assert all(map(same, made, expected))
     assert all(each[0] == each[-1] == 7 for each in made)
 

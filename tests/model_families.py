@@ -32,7 +32,12 @@ _FAMILIES = {
     "llama": (
         "LlamaConfig",
         "LlamaForCausalLM",
-        {**SIZES, "intermediate_size": 2 * WIDTH, "num_key_value_heads": 1, "tie_word_embeddings": False},
+        {
+            **SIZES,
+            "intermediate_size": 2 * WIDTH,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": False,
+        },
     ),
     "bert": (
         "BertConfig",
@@ -70,7 +75,8 @@ _FAMILIES = {
 }
 
 FAMILIES = tuple(_FAMILIES)
-"""Names accepted by `build`. BERT and GPT-2 tie the output head to the embedding, the others do not."""
+"""Names accepted by `build`. BERT and GPT-2 tie the output head to the embedding, the others do
+not."""
 
 
 def build(family: str, seed: int = 0, **config) -> nn.Module:
@@ -84,21 +90,26 @@ def build(family: str, seed: int = 0, **config) -> nn.Module:
 
 
 def batch(family: str = "llama", rows: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:
-    """`input_ids`, `attention_mask` and `labels`, int64 [rows, LENGTH]. Counting sequences, so that a loss falls."""
+    """`input_ids`, `attention_mask` and `labels`, int64 [rows, LENGTH]. Counting sequences, so that
+    a loss falls."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(1, VOCABULARY, (rows, 1), generator=generator)
     ids = 1 + (start + torch.arange(LENGTH)) % (VOCABULARY - 1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
-def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], autocast: torch.dtype | None = torch.bfloat16):
+def loss_of(
+    model: nn.Module, batch: dict[str, torch.Tensor], autocast: torch.dtype | None = torch.bfloat16
+):
     """Return the model's own loss as an FP32 scalar, under autocast unless None."""
     device = batch["input_ids"].device.type
     with torch.autocast(device, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         return model(**batch).loss.float()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, family: str = "llama", steps: int = 8) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, family: str = "llama", steps: int = 8
+) -> list[float]:
     """The losses of `steps` optimizer steps on one batch: they fall when the model learns."""
     data, losses = batch(family), []
     for _ in range(steps):

@@ -1,7 +1,8 @@
-"""The reference of the numbers: each operation once, short, eager, in FP32, with no regard for speed.
+"""The reference of the numbers: each operation once, short, eager, in FP32, with no regard for
+speed.
 
-Fast paths are tested against it: codes, scales, histories and optimizer steps bit for bit, products up to the order of
-accumulation.
+Fast paths are tested against it: codes, scales, histories and optimizer steps bit for bit, products
+up to the order of accumulation.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from fp8_backends.kernels.adam_table import GRADIENT_LIMIT, adam_numbers
 
 
 def cast(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """FP32 to FP8 through the format's own table: the nearest value, ties to an even code, saturating; NaN stays NaN.
+    """FP32 to FP8 through the format's own table: the nearest value, ties to an even code,
+    saturating; NaN stays NaN.
 
-    An independent check of the hardware's and PyTorch's casts: every finite code is decoded, and each value looks up
-    its two neighbours.
+    An independent check of the hardware's and PyTorch's casts: every finite code is decoded, and
+    each value looks up its two neighbours.
     """
     codes = torch.arange(0, 128, dtype=torch.uint8).view(fmt.dtype).float()
-    table = codes[torch.isfinite(codes) & (codes <= fmt.max)]  # ascending, from 0 to fmt.max; index = code
+    # ascending, from 0 to fmt.max; index = code
+    table = codes[torch.isfinite(codes) & (codes <= fmt.max)]
     magnitude = values.float().abs().clamp(max=fmt.max)
     above = torch.searchsorted(table, magnitude.contiguous()).clamp(max=len(table) - 1)
     below = (above - 1).clamp(min=0)
-    to_above, to_below = table[above].double() - magnitude.double(), magnitude.double() - table[below].double()
+    to_above, to_below = (
+        table[above].double() - magnitude.double(),
+        magnitude.double() - table[below].double(),
+    )
     nearest = torch.where(to_above < to_below, above, below)
     nearest = torch.where(to_above == to_below, torch.where(above % 2 == 0, above, below), nearest)
     code = nearest.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 7)
@@ -35,7 +41,8 @@ def cast(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def scale(amax: float, fmt: Format, margin: int = 0) -> torch.Tensor:
-    """`fmt.max * 2**-margin / amax` rounded to FP32; 1 for 0, inf and NaN; at most the largest FP32."""
+    """`fmt.max * 2**-margin / amax` rounded to FP32; 1 for 0, inf and NaN; at most the largest
+    FP32."""
     if amax == 0 or not math.isfinite(amax):
         return _fp32(1.0)
     return torch.minimum(_fp32(fmt.max * 2.0**-margin) / _fp32(amax), _fp32(FP32.max))
@@ -45,20 +52,26 @@ def _fp32(number: float) -> torch.Tensor:
     return torch.tensor(number, dtype=torch.float32)
 
 
-def quantize(x: torch.Tensor, fmt: Format, rowwise: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scale_inv of a matrix: one scale, or one a row. FP8 [rows, columns]; FP32 0-dim or [rows, 1]."""
+def quantize(
+    x: torch.Tensor, fmt: Format, rowwise: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale_inv of a matrix: one scale, or one a row. FP8 [rows, columns]; FP32 0-dim or
+    [rows, 1]."""
     x = x.float()
     if rowwise:
         parts = [quantize(row.unsqueeze(0), fmt) for row in x]
-        return torch.cat([codes for codes, _ in parts]), torch.stack([inv.reshape(1) for _, inv in parts])
+        return torch.cat([codes for codes, _ in parts]), torch.stack(
+            [inv.reshape(1) for _, inv in parts]
+        )
     amax = x.abs().max().item()
     s = scale(amax, fmt)
     return cast(x * s, fmt), 1.0 / s if math.isfinite(amax) else _fp32(math.nan)
 
 
 def block_scale(amax: float, fmt: Format) -> tuple[float, float]:
-    """Scale and scale_inv of a block of TransformerEngine's Float8BlockScaling: `fmt.max / amax` rounded to FP32, then
-    down to a power of two, at most 2**127; 1 for 0 and inf. An inf has the scale_inv NaN, here as in `quantize`."""
+    """Scale and scale_inv of a block of TransformerEngine's Float8BlockScaling: `fmt.max / amax`
+    rounded to FP32, then down to a power of two, at most 2**127; 1 for 0 and inf. An inf has the
+    scale_inv NaN, here as in `quantize`."""
     if amax == 0 or math.isinf(amax):
         return 1.0, 1.0 if amax == 0 else math.nan
     ratio = min(scale(amax, fmt).item(), FP32.max)
@@ -67,8 +80,9 @@ def block_scale(amax: float, fmt: Format) -> tuple[float, float]:
 
 
 def mx_exponent(amax: float, fmt: Format) -> int:
-    """Return the biased exponent e of a block of MXFP8: 2**(e - 127) is the least power of two at or above `amax /
-    fmt.max`, computed as a product with the reciprocal, each rounded to FP32; 0 to 254."""
+    """Return the biased exponent e of a block of MXFP8: 2**(e - 127) is the least power of two at
+    or above `amax / fmt.max`, computed as a product with the reciprocal, each rounded to FP32; 0 to
+    254."""
     value = (_fp32(amax) * _fp32(1 / fmt.max)).item()
     if math.isinf(value) or value == 0:
         return 254 if value else 0
@@ -76,9 +90,11 @@ def mx_exponent(amax: float, fmt: Format) -> int:
     return min(max(exponent - (fraction == 0.5) + 127, 0), 254)
 
 
-def quantize_blocks(x: torch.Tensor, fmt: Format, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scale_inv of a matrix in blocks; blocks of 32 columns are MXFP8's, with biased exponents, uint8,
-    as scale_inv. NaN is excluded from the amax, and stays in the codes."""
+def quantize_blocks(
+    x: torch.Tensor, fmt: Format, rows: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scale_inv of a matrix in blocks; blocks of 32 columns are MXFP8's, with
+    biased exponents, uint8, as scale_inv. NaN is excluded from the amax, and stays in the codes."""
     x, mx = x.float(), columns == 32
     scaled, inverse = torch.empty_like(x), []
     for top in range(0, x.shape[0], rows):
@@ -99,7 +115,9 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     return codes.float() * scale_inv
 
 
-def dequantize_blocks(codes: torch.Tensor, scale_inv: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def dequantize_blocks(
+    codes: torch.Tensor, scale_inv: torch.Tensor, rows: int, columns: int
+) -> torch.Tensor:
     """FP32 values of codes in blocks."""
     if scale_inv.dtype == torch.uint8:
         scale_inv = (2.0 ** (scale_inv.double() - 127)).float()
@@ -112,13 +130,18 @@ BLOCKS = {"blockwise": ((1, 128), (128, 128)), "mxfp8": ((1, 32), (1, 32))}
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor, forward: Format, gradient: Format, scaling: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    grad_output: torch.Tensor,
+    forward: Format,
+    gradient: Format,
+    scaling: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return y, dx, dw of one linear layer with quantized operands and FP64 accumulation.
 
-    x: [tokens, in]; weight: [out, in]; grad_output: [tokens, out]. scaling: "dynamic", one scale a tensor, shares codes
-    between both products of an operand; with "rowwise", "blockwise" and "mxfp8" each product quantizes its operands
-    along its own contraction.
+    x: [tokens, in]; weight: [out, in]; grad_output: [tokens, out]. scaling: "dynamic", one scale a
+    tensor, shares codes between both products of an operand; with "rowwise", "blockwise" and
+    "mxfp8" each product quantizes its operands along its own contraction.
     """
 
     def values(operand, fmt, is_weight=False):
@@ -151,11 +174,13 @@ def delayed_update(
     return s, history
 
 
-def window_update(s: float, counter: int, history: list[float], fmt: Format) -> tuple[float, int, list[float]]:
+def window_update(
+    s: float, counter: int, history: list[float], fmt: Format
+) -> tuple[float, int, list[float]]:
     """One optimizer step of the window rule for one tensor, in plain Python.
 
-    MS-AMP's schedule: `history[0]` is the amax recorded in this step. Up to a counter of the history's length the
-    scale is just in time; afterwards `s` is in force.
+    MS-AMP's schedule: `history[0]` is the amax recorded in this step. Up to a counter of the
+    history's length the scale is just in time; afterwards `s` is in force.
     """
     recorded = history[0]
     if not math.isfinite(recorded):
@@ -172,8 +197,13 @@ def exact(x):
 
 
 def to_fp32(x):
-    """Round FP64 to FP32. An operation on FP32 numbers in FP64, then rounded, equals the FP32 operation."""
-    return x.float().double() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float32).item()
+    """Round FP64 to FP32. An operation on FP32 numbers in FP64, then rounded, equals the FP32
+    operation."""
+    return (
+        x.float().double()
+        if isinstance(x, torch.Tensor)
+        else torch.tensor(x, dtype=torch.float32).item()
+    )
 
 
 def adam_step(
@@ -191,10 +221,11 @@ def adam_step(
     maximize: bool,
     rounded: Callable = exact,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the new weight, exp_avg and exp_avg_sq of torch.optim's Adam (`decoupled`: AdamW), FP64, before storage.
+    """Return the new weight, exp_avg and exp_avg_sq of torch.optim's Adam (`decoupled`: AdamW),
+    FP64, before storage.
 
-    A gradient with a non-finite element counts as zero. `adam.py`, `adam.cpp` and `triton_tiles.py` compute this with
-    `to_fp32`, to the bit.
+    A gradient with a non-finite element counts as zero. `adam.py`, `adam.cpp` and `triton_tiles.py`
+    compute this with `to_fp32`, to the bit.
 
     Args:
         rounded: rounds the result of each operation: `exact` or `to_fp32`.
@@ -202,8 +233,22 @@ def adam_step(
     r = rounded
     p, g, m, v = p.double(), g.double(), m.double(), v.double()
     numbers = [r(number) for number in adam_numbers(lr, *betas, eps, weight_decay, step)]
-    step_size, decay, weight_decay, new_in_exp_avg, beta2, new_in_exp_avg_sq, inv_sqrt_bias2, eps, _ = numbers
-    g = torch.where(g.abs() < GRADIENT_LIMIT, g, 0.0) if torch.isfinite(g).all() else torch.zeros_like(g)
+    (
+        step_size,
+        decay,
+        weight_decay,
+        new_in_exp_avg,
+        beta2,
+        new_in_exp_avg_sq,
+        inv_sqrt_bias2,
+        eps,
+        _,
+    ) = numbers
+    g = (
+        torch.where(g.abs() < GRADIENT_LIMIT, g, 0.0)
+        if torch.isfinite(g).all()
+        else torch.zeros_like(g)
+    )
     g = -g if maximize else g
     g = g if decoupled else r(g + r(weight_decay * p))
     m = r(m + r(new_in_exp_avg * r(g - m)))
@@ -213,7 +258,8 @@ def adam_step(
 
 
 def random_bits(count: int, seed: int, step: int, start: int = 0) -> list[int]:
-    """32 random bits for each of the elements start, start + 1, ...: a hash of (seed, step, index), unsigned."""
+    """32 random bits for each of the elements start, start + 1, ...: a hash of (seed, step, index),
+    unsigned."""
 
     def mixed(x: int) -> int:
         x = (x ^ x >> 16) * 0x7FEB352D % 2**32
@@ -231,17 +277,19 @@ def nearest_round(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def _quantum(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The distance of the format's numbers around each value: 2**(max(exponent, smallest normal exponent) - mantissa
-    bits)."""
+    """The distance of the format's numbers around each value: 2**(max(exponent, smallest normal
+    exponent) - mantissa bits)."""
     magnitude = values.double().abs().clamp(fmt.smallest, fmt.max)  # 0 has no exponent
     exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=fmt.min_exponent)
     return 2.0 ** (exponent - fmt.mantissa_bits)
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return E4M3 codes, uint8, and residuals, int8, of numbers of E4M11: the code is the nearest E4M3 number, at ties
-    the one of larger magnitude; the residual counts E4M11 numbers from there, away from zero."""
-    codes = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # ascending; index = code
+    """Return E4M3 codes, uint8, and residuals, int8, of numbers of E4M11: the code is the nearest
+    E4M3 number, at ties the one of larger magnitude; the residual counts E4M11 numbers from there,
+    away from zero."""
+    # ascending; index = code
+    codes = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     magnitude = values.double().abs()
     below = (torch.searchsorted(codes, magnitude.contiguous(), right=True) - 1).clamp(max=125)
     code = below + (magnitude - codes[below] >= codes[below + 1] - magnitude).long()
@@ -251,11 +299,15 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (code | torch.signbit(values).long() << 7).to(torch.uint8), residual.to(torch.int8)
 
 
-def stochastic_round(values: torch.Tensor, fmt: Format, field: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return FP64 values of the format: with |x| = (n + fraction) quanta, n + 1 if field says so, else n; saturating.
+def stochastic_round(
+    values: torch.Tensor, fmt: Format, field: torch.Tensor, bits: int
+) -> torch.Tensor:
+    """Return FP64 values of the format: with |x| = (n + fraction) quanta, n + 1 if field says so,
+    else n; saturating.
 
-    quantum: as `_quantum` has it. field: integers of `bits` random bits. The probability of n + 1 is the fraction, to
-    the nearest 2**-bits or to the last of the bits that FP32 has below the format's mantissa, the coarser of the two.
+    quantum: as `_quantum` has it. field: integers of `bits` random bits. The probability of n + 1
+    is the fraction, to the nearest 2**-bits or to the last of the bits that FP32 has below the
+    format's mantissa, the coarser of the two.
     """
     magnitude, quantum = values.double().abs().clamp(max=fmt.max), _quantum(values, fmt)
     resolution = 2.0**fmt.dropped_bits  # FP32's bits below the quantum

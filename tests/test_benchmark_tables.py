@@ -23,13 +23,19 @@ import training  # noqa: E402
 
 from fp8_backends.compute import hardware  # noqa: E402
 
-MACHINE = {"chip": "AMD EPYC", "gpus": 0, "torch_threads": 2, "torch": "2.13.0+cpu", "date": "2026-11-21"}
+MACHINE = {
+    "chip": "AMD EPYC",
+    "gpus": 0,
+    "torch_threads": 2,
+    "torch": "2.13.0+cpu",
+    "date": "2026-11-21",
+}
 
 
 def test_documents_show_measured_figures():
-    """Compare every table of `benchmarks/tables.py` with the records in `benchmarks/results`: the summary in the
-    README and the index, models, reliability and published runs in their pages, the others in `benchmarks/README.rst`.
-    `benchmarks/tables.py --write` updates them."""
+    """Compare every table of `benchmarks/tables.py` with the records in `benchmarks/results`: the
+    summary in the README and the index, models, reliability and published runs in their pages, the
+    others in `benchmarks/README.rst`. `benchmarks/tables.py --write` updates them."""
     texts = [tables.between_markers(path.read_text(encoding="utf-8")) for path in tables.DOCUMENTS]
     readme, measurements, index, *pages = texts
     records = targets.load(tables.RESULTS)
@@ -46,29 +52,47 @@ def test_summary_figures_come_from_records():
         {"backend": name, "peak_tensor_bytes": peak, "bytes_per_element": {"total": peak / 100}}
         for name, peak in peaks.items()
     ]
-    shown = tables.main_figures({"memory_cpu_avx512_bf16": {"machine": MACHINE, "results": results}})
+    shown = tables.main_figures(
+        {"memory_cpu_avx512_bf16": {"machine": MACHINE, "results": results}}
+    )
     assert "  \N{MINUS SIGN}60 %\n" in shown and "  7, 4, 4\n" in shown
     assert "AMD EPYC (avx512_bf16), torch 2.13.0, 21 November 2026." in shown
     results = [
-        {"backend": name, "form": "compiled", "times_plain": {"ratio": ratio}, "peak_to_plain": peak}
-        for name, ratio, peak in (("native:dynamic", 1.4, 0.9), ("ao:tensorwise", 1.2, 1.1), ("msamp:O2", 1.5, 0.6))
+        {
+            "backend": name,
+            "form": "compiled",
+            "times_plain": {"ratio": ratio},
+            "peak_to_plain": peak,
+        }
+        for name, ratio, peak in (
+            ("native:dynamic", 1.4, 0.9),
+            ("ao:tensorwise", 1.2, 1.1),
+            ("msamp:O2", 1.5, 0.6),
+        )
     ]
-    records = {"step_8b_gpu": {"machine": MACHINE | {"chip": "NVIDIA H200", "gpus": 1}, "results": results}}
+    records = {
+        "step_8b_gpu": {"machine": MACHINE | {"chip": "NVIDIA H200", "gpus": 1}, "results": results}
+    }
     shown = tables.summary(records)
     assert re.search(r"^``native`` +1.40 +\N{MINUS SIGN}10 % +not yet measured$", shown, re.M)
     assert (
-        re.search(r"^``msamp:O2`` +1.50 +\N{MINUS SIGN}40 % +not yet", shown, re.M) and "compiled: NVIDIA H200" in shown
+        re.search(r"^``msamp:O2`` +1.50 +\N{MINUS SIGN}40 % +not yet", shown, re.M)
+        and "compiled: NVIDIA H200" in shown
     )
     shown = tables.main_figures(records)
     assert re.search(r"^\*\*on a GPU\*\*.*  1.40, 1.20, 1.50$", shown, re.M)
-    assert re.search(r"^peak memory of that step.*  \N{MINUS SIGN}10 %, \+10 %, \N{MINUS SIGN}40 %$", shown, re.M)
+    assert re.search(
+        r"^peak memory of that step.*  \N{MINUS SIGN}10 %, \+10 %, \N{MINUS SIGN}40 %$", shown, re.M
+    )
     assert "GPU figures are from one NVIDIA H200" in shown
 
 
 def test_command_writes_named_documents(tmp_path, monkeypatch):
     document = tmp_path / "page.rst"
     document.write_text(".. begin table kernels\n\n.. end table kernels\n")
-    monkeypatch.setattr(sys, "argv", ["tables.py", "--write", str(document), "--results", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["tables.py", "--write", str(document), "--results", str(tmp_path)]
+    )
     tables.main()
     assert "not yet measured" in document.read_text()
 
@@ -96,13 +120,17 @@ def test_without_records_every_table_says_not_yet_measured():
         ("neon bf16", False, "DEFAULT", "neon"),  # Apple: without oneDNN
     ],
 )
-def test_cpu_records_are_named_by_instruction_set(monkeypatch, capabilities, bf16, vectors, features):
+def test_cpu_records_are_named_by_instruction_set(
+    monkeypatch, capabilities, bf16, vectors, features
+):
     has = dict.fromkeys(capabilities.split(), True) | {"avx10_2": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: bf16)
     assert measuring.cpu_features() == features and targets.has_bf16(features) == bf16
-    assert measuring.plain("cpu") == ("bf16" if bf16 else "fp32") and measuring.plain("cuda") == "bf16"
+    assert (
+        measuring.plain("cpu") == ("bf16" if bf16 else "fp32") and measuring.plain("cuda") == "bf16"
+    )
 
 
 def test_manual_switches_are_reported(monkeypatch):
@@ -112,7 +140,10 @@ def test_manual_switches_are_reported(monkeypatch):
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     machine = measuring.machine()
-    assert machine["switched"] == "ATEN_CPU_CAPABILITY=avx2, oneDNN off" and machine["cpu_bf16"] is False
+    assert (
+        machine["switched"] == "ATEN_CPU_CAPABILITY=avx2, oneDNN off"
+        and machine["cpu_bf16"] is False
+    )
     shown = tables.where({"machine": MACHINE | {"switched": machine["switched"]}}, "avx2")
     assert shown.startswith(
         "2 cores of an AMD EPYC (avx2: without bf16 products; ATEN_CPU_CAPABILITY=avx2, oneDNN off)"
@@ -142,16 +173,25 @@ def test_target_is_met_within_its_bound_and_misses_are_reported(ratio, verdict):
 
 
 def test_targets_read_one_kind_of_cpu():
-    records = {f"linear_cpu_{features}": linear_record(0.1) for features in ("amx_bf16", "neon_bf16", "avx512")}
+    records = {
+        f"linear_cpu_{features}": linear_record(0.1)
+        for features in ("amx_bf16", "neon_bf16", "avx512")
+    }
     with_bf16, without = tables.targets_cpu(records).split("\n\n")
     assert "(amx_bf16)" in with_bf16 and "0.1 " in with_bf16
-    assert "(avx512: without bf16 products)" in without and "plain FP32" in without and "0.1 " not in without
+    assert (
+        "(avx512: without bf16 products)" in without
+        and "plain FP32" in without
+        and "0.1 " not in without
+    )
     records["linear_cpu_avx512_bf16"] = linear_record(0.2)
     both = linear_record(0.3, dtype="fp32")["results"] + linear_record(0.4, dtype="bf16")["results"]
     records["linear_cpu_avx2"] = {"machine": MACHINE, "results": both}
     with_bf16, without = tables.targets_cpu(records).split("\n\n")
     assert "(avx512_bf16)" in with_bf16 and "0.2 " in with_bf16 and "(avx2: without" in without
-    measured = [row[1:] for row in targets.rows(targets.on_cpu("avx2"), targets.of_cpu(records, "avx2"))]
+    measured = [
+        row[1:] for row in targets.rows(targets.on_cpu("avx2"), targets.of_cpu(records, "avx2"))
+    ]
     assert measured[:2] == [["1.7", "at most 1.6", "missed"], ["0.3", "at most 0.5", "met"]]
     assert measured[2] == ["1.7", "at most 1", "missed"] and measured[3][2] == "not yet measured"
 
@@ -165,11 +205,16 @@ def test_each_kind_of_cpu_has_a_table_naming_its_baseline():
     }
     step |= {"peak_bytes": None, "flops_share": 0.0, "last_loss": 2.0}
     record = {"machine": MACHINE, "results": [step]}
-    made = tables.TABLES["step"]({"step_cpu_avx2": record | {"precision": "fp32"}, "step_cpu_amx_bf16": record})
+    made = tables.TABLES["step"](
+        {"step_cpu_avx2": record | {"precision": "fp32"}, "step_cpu_amx_bf16": record}
+    )
     usual, avx2, amx = made.split("A whole training step")[1:4]
     assert "(avx512_bf16): not yet measured" in usual and "times FP32" not in amx
     assert (
-        "(avx2: without bf16 products)" in avx2 and "times FP32" in avx2 and "(amx_bf16)" in amx and "times bf16" in amx
+        "(avx2: without bf16 products)" in avx2
+        and "times FP32" in avx2
+        and "(amx_bf16)" in amx
+        and "times bf16" in amx
     )
 
 
@@ -177,7 +222,11 @@ def test_table_names_machine_versions_and_date():
     records = {"linear_cpu_avx512_bf16": linear_record(0.4)}
     document = "Before\n\n.. begin table linear\n\nold\n\n.. end table linear\n\nAfter\n"
     made = tables.written(document, records)
-    assert made.startswith("Before\n\n.. begin table linear\n\n") and made.endswith("\n\nAfter\n") and "old" not in made
+    assert (
+        made.startswith("Before\n\n.. begin table linear\n\n")
+        and made.endswith("\n\nAfter\n")
+        and "old" not in made
+    )
     assert made.endswith("not yet measured.\n\n.. end table linear\n\nAfter\n")
     assert "2 cores of an AMD EPYC (avx512_bf16), torch 2.13.0, 21 November 2026" in made
     assert ["1x2x3", "bf16", "``native:dynamic``", "eager", "50", "1.7", "0.4"] in [
@@ -201,8 +250,12 @@ def test_the_columns_by_ranks_follow_one_formula():
     """Recompute the published throughputs: their own percentages mix two formulas."""
     results = []
     for nodes, (bf16, bf16_loss, fp8, fp8_loss) in AWS.items():
-        results.append({"ranks": nodes, "backend": "bf16", "tokens_per_second": bf16, "loss": bf16_loss})
-        results.append({"ranks": nodes, "backend": "te:delayed", "tokens_per_second": fp8, "loss": fp8_loss})
+        results.append(
+            {"ranks": nodes, "backend": "bf16", "tokens_per_second": bf16, "loss": bf16_loss}
+        )
+        results.append(
+            {"ranks": nodes, "backend": "te:delayed", "tokens_per_second": fp8, "loss": fp8_loss}
+        )
     made = {(each["ranks"], each["backend"]): each for each in by_ranks.compared(results, "bf16")}
     assert [round(100 * made[n, "te:delayed"]["faster"], 1) for n in AWS] == [17.6, 14.4, 22.8]
     assert [round(100 * made[n, "te:delayed"]["decrease"], 1) for n in AWS] == [0, 2.3, 11.8]
@@ -210,7 +263,9 @@ def test_the_columns_by_ranks_follow_one_formula():
     assert [round(100 * made[n, "te:delayed"]["loss_above"], 2) for n in AWS] == [0.11, 0.10, 1.93]
 
 
-@pytest.mark.parametrize("of_weights,of_states,memory", [(20, 30, 100), (20, 90, 100), (101, 0, 100), (60, 0, 100)])
+@pytest.mark.parametrize(
+    "of_weights,of_states,memory", [(20, 30, 100), (20, 90, 100), (101, 0, 100), (60, 0, 100)]
+)
 def test_largest_fitting_size_is_found_across_peak_bend(of_weights, of_states, memory):
     """The peak is in the optimizer's step of a small batch, and in the backward of a large one."""
 
@@ -243,9 +298,14 @@ def test_added_memory_includes_a_second_copy_of_weights(monkeypatch):
 
     torch.ones(40_000_000)  # given back: a peak before is none of `prepare`
     held = []
-    monkeypatch.setattr(fp8_backends, "prepare", lambda model, *_: held.extend(p.clone() for p in model.parameters()))
+    monkeypatch.setattr(
+        fp8_backends,
+        "prepare",
+        lambda model, *_: held.extend(p.clone() for p in model.parameters()),
+    )
     copied = prepare.added_memory("native:dynamic", 4, 1024)
-    assert copied["added"] is None or 0.9 < copied["added"] / copied["weights"] < 1.2  # None: unknown on this system
+    # None: unknown on this system
+    assert copied["added"] is None or 0.9 < copied["added"] / copied["weights"] < 1.2
     held.clear()
     monkeypatch.setattr(fp8_backends, "prepare", lambda *_: None)
     kept = prepare.added_memory("native:dynamic", 4, 1024)

@@ -1,4 +1,5 @@
-"""Run the benchmark scripts, and fail the GPU check on planted faults. No timing is asserted here."""
+"""Run the benchmark scripts, and fail the GPU check on planted faults. No timing is asserted
+here."""
 
 import argparse
 import json
@@ -31,13 +32,17 @@ def run(script, *arguments, code=None):
     path = BENCHMARKS / script
     if code:
         lines = [code, "import runpy, sys", f"sys.path.insert(0, {str(path.parent)!r})"]
-        lines += [f"sys.argv = {[str(path), *arguments]!r}", f"runpy.run_path({str(path)!r}, run_name='__main__')"]
+        lines += [
+            f"sys.argv = {[str(path), *arguments]!r}",
+            f"runpy.run_path({str(path)!r}, run_name='__main__')",
+        ]
         return warm_process.run("-c", "\n".join(lines), timeout=300)
     return warm_process.run(str(path), *arguments, timeout=300)
 
 
 def rehearse(script, *arguments, **environment):
-    """Run a shell script of benchmarks with warm processes in place of Python, eager instead of compiled."""
+    """Run a shell script of benchmarks with warm processes in place of Python, eager instead of
+    compiled."""
     environment = os.environ | {"PYTHON": warm_process.python(), "FORMS": "eager"} | environment
     command = ["bash", str(BENCHMARKS / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
@@ -57,19 +62,37 @@ def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
     assert len(checks) > 10 and all(check["passed"] for check in checks)
     names = "limits step_8b step_1b quantize optimizer linear_eager linear_compiled largest_batch largest_model"
     assert set(found) == {"check_eager", *(f"{name}_gpu" for name in names.split())}
-    assert all(record["machine"]["torch"] and record["machine"]["date"] for record in found.values())
+    assert all(
+        record["machine"]["torch"] and record["machine"]["date"] for record in found.values()
+    )
     limits, shown = done.stdout.split("against the limit")[1].split("\n\n")[:2]
     missing = [line for line in limits.splitlines() if line.endswith(" -")]
     if measuring.plain() == "bf16":  # the baseline of a GPU
-        assert len(missing) == shown.count("not yet measured") == 4, done.stdout  # compiled steps: not in a rehearsal
-    text = {name: tables.TABLES[name](found) for name in ("linear", "step", "optimizer", "kernels", "largest")}
+        # compiled steps: not in a rehearsal
+        assert len(missing) == shown.count("not yet measured") == 4, done.stdout
+    text = {
+        name: tables.TABLES[name](found)
+        for name in ("linear", "step", "optimizer", "kernels", "largest")
+    }
     assert "not yet measured" not in text["kernels"]
-    assert all("``native:dynamic``" in text[name] for name in ("linear", "step")) and "``msamp:O2``" in text["largest"]
+    assert (
+        all("``native:dynamic``" in text[name] for name in ("linear", "step"))
+        and "``msamp:O2``" in text["largest"]
+    )
     bf16, *_, level = found["step_8b_gpu"]["results"]
     assert bf16["losses"][-1] < bf16["losses"][0] and level["losses"][-1] < level["losses"][0]
-    assert bf16["peak_bytes"] >= 16 * bf16["parameters"] > level["peak_bytes"] > 6 * level["parameters"]
+    assert (
+        bf16["peak_bytes"]
+        >= 16 * bf16["parameters"]
+        > level["peak_bytes"]
+        > 6 * level["parameters"]
+    )
     bf16, level = found["largest_batch_gpu"]["results"]
-    assert bf16["exact_batch"] and level["exact_batch"] and level["largest_batch"] > bf16["largest_batch"] > 0
+    assert (
+        bf16["exact_batch"]
+        and level["exact_batch"]
+        and level["largest_batch"] > bf16["largest_batch"] > 0
+    )
 
 
 @pytest.mark.parametrize("group", ["first", "first,speed", "loss", "fit", "more", "right", "ranks"])
@@ -91,7 +114,8 @@ def test_cpu_only_benchmarks_run_and_write_records(tmp_path):
     features = measuring.cpu_features()
     assert set(found) == {f"{name}_cpu_{features}" for name in names}
     assert all(record["machine"]["chip"] for record in found.values())
-    assert done.stdout.count("not yet measured") == (6 if targets.has_bf16(features) else 3)  # layers, the optimizer
+    # layers, the optimizer
+    assert done.stdout.count("not yet measured") == (6 if targets.has_bf16(features) else 3)
     assert tables.TABLES["start-up"](found).count(f"({features}") == 3
     assert {each["ranks"] for each in found[f"by_ranks_cpu_{features}"]["results"]} == {1, 2}
 
@@ -99,17 +123,31 @@ def test_cpu_only_benchmarks_run_and_write_records(tmp_path):
 @pytest.mark.nightly
 def test_cpu_without_bf16_compares_with_fp32(tmp_path):
     """Use new interpreters: a CPU without bf16 is set up at Python's start."""
-    without = {"PYTHON": sys.executable, "PYTHONPATH": str(BENCHMARKS.parent / "tests" / "without_bf16")}
-    done = rehearse("cpu.sh", "--small", "--only", "linear,overhead", "--out", str(tmp_path), **without)
+    without = {
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(BENCHMARKS.parent / "tests" / "without_bf16"),
+    }
+    done = rehearse(
+        "cpu.sh", "--small", "--only", "linear,overhead", "--out", str(tmp_path), **without
+    )
     assert done.returncode == 0 and "nothing failed" in done.stdout, done.stdout + done.stderr
     assert "plain FP32" in done.stdout and "not yet measured" not in done.stdout
     found = records(tmp_path)
-    assert set(found) == {"linear_cpu_avx2", "overhead_cpu_avx2"} and found["overhead_cpu_avx2"]["precision"] == "fp32"
-    assert {record["machine"]["switched"] for record in found.values()} == {"ATEN_CPU_CAPABILITY=avx2, oneDNN off"}
+    assert (
+        set(found) == {"linear_cpu_avx2", "overhead_cpu_avx2"}
+        and found["overhead_cpu_avx2"]["precision"] == "fp32"
+    )
+    assert {record["machine"]["switched"] for record in found.values()} == {
+        "ATEN_CPU_CAPABILITY=avx2, oneDNN off"
+    }
     layers = found["linear_cpu_avx2"]["results"]
     once = [(each["dtype"], each["backend"]) for each in layers if each["runs"] == 1]
     assert once == [("bf16", "bf16")] and {each["dtype"] for each in layers} == {"bf16", "fp32"}
-    unpaired = {each["dtype"] for each in layers if "paired" in each["to_plain"] and each["backend"] != "bf16"}
+    unpaired = {
+        each["dtype"]
+        for each in layers
+        if "paired" in each["to_plain"] and each["backend"] != "bf16"
+    }
     assert unpaired == {"bf16"} and "Plain bf16 ran once" in tables.TABLES["linear"](found)
 
 
@@ -124,11 +162,20 @@ def test_the_gpu_check_fails_on_a_hidden_overflow():
 
 @pytest.fixture
 def tiny_encoder(tmp_path):
-    """A folder with a random encoder and a tokenizer of single letters, laid out as a pre-trained one."""
+    """A folder with a random encoder and a tokenizer of single letters, laid out as a pre-trained
+    one."""
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     letters = [chr(i) for i in range(ord("a"), ord("z") + 1)]
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *letters,
+        *(f"##{letter}" for letter in letters),
+    ]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     config = BertConfig(
@@ -152,11 +199,30 @@ torch.multiprocessing.get_context = lambda spawn: of("fork")  # without the seco
 
 @pytest.mark.nightly
 def test_finetune_pairs_each_backend_with_baseline(tiny_encoder, tmp_path):
-    settings = ["--steps", "3", "--batch", "4", "--sequence", "32", "--train", "8", "--held-out", "4", "--workers", "1"]
+    settings = [
+        "--steps",
+        "3",
+        "--batch",
+        "4",
+        "--sequence",
+        "32",
+        "--train",
+        "8",
+        "--held-out",
+        "4",
+        "--workers",
+        "1",
+    ]
     result = tmp_path / "result.json"
     backends = ["--backends", "native:dynamic,msamp:O2", "--lrs", "1e-3", "--seeds", "2"]
     told = ("--model", str(tiny_encoder), "--json", str(result))
-    done = run("finetune.py", *settings, *backends, *told, code=None if torch.cuda.is_available() else FORKED)
+    done = run(
+        "finetune.py",
+        *settings,
+        *backends,
+        *told,
+        code=None if torch.cuda.is_available() else FORKED,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(result.read_text())
     assert record["passages"] == {"train": 56, "held_out": 28}
@@ -167,7 +233,11 @@ def test_finetune_pairs_each_backend_with_baseline(tiny_encoder, tmp_path):
     assert plain["gap"]["mean"] == 0 and plain["displacement_along"] == pytest.approx(1)
     assert native["gap"]["pairs"] == level["gap"]["pairs"] == 2
     assert level["gap"]["mean"] != 0 and level["all_moved"] and level["displacement_along"] > 0.5
-    assert {r["bytes_per_element"]["gradient"] for r in record["runs"] if r["backend"] == plain["backend"]} == {4}
+    assert {
+        r["bytes_per_element"]["gradient"]
+        for r in record["runs"]
+        if r["backend"] == plain["backend"]
+    } == {4}
     assert str(tiny_encoder) not in result.read_text()
 
 
@@ -180,15 +250,17 @@ def test_memory_falls_with_the_level(tmp_path):
     plain, o2 = json.loads(result.read_text())["results"]
     assert [round(r["bytes_per_element"]["total"]) for r in (plain, o2)] == [16, 6]
     peaks = [r["peak_tensor_bytes"] / r["in_linears"] for r in (plain, o2)]
-    # nothing counts as less than its storage; one weight's work in FP32 comes on top, and activations
+    # nothing counts as less than its storage; one weight's work in FP32 comes on top, and
+    # activations
     for peak, at_rest in zip(peaks, (16, 6), strict=True):
         assert at_rest <= peak < at_rest + 3
 
 
 @pytest.mark.nightly
 def test_estimated_and_measured_peaks_of_arbitrary_model():
-    """Use convolutions and an FP8 Linear, without a configuration. Rowwise: a CPU makes both layouts of its codes, as
-    the estimate counts them; for one scale it reads views, and stays up to 10 % below."""
+    """Use convolutions and an FP8 Linear, without a configuration. Rowwise: a CPU makes both
+    layouts of its codes, as the estimate counts them; for one scale it reads views, and stays up to
+    10 % below."""
 
     class Small(torch.nn.Module):
         def __init__(self):
@@ -218,7 +290,9 @@ def test_attacks_on_the_compile_cache_fail(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     ((name, record),) = records(tmp_path).items()
     attacks = record["attacks"]
-    assert name.startswith("cache_attacks_cpu_") and len(attacks) >= 19 and record["machine"]["torch"]
+    assert (
+        name.startswith("cache_attacks_cpu_") and len(attacks) >= 19 and record["machine"]["torch"]
+    )
     assert all(attack["trials"] or attack["note"].startswith("not tried") for attack in attacks)
 
 
@@ -238,7 +312,9 @@ checkpoints.checked = lambda folder: True
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("script", "code"), [("kills", None), ("damage", None), ("damage", UNCHECKED)])
+@pytest.mark.parametrize(
+    ("script", "code"), [("kills", None), ("damage", None), ("damage", UNCHECKED)]
+)
 def test_crafted_checkpoint_that_loads_is_reported(script, code, tmp_path):
     done = run(f"reliability/{script}.py", "--quick", "--out", str(tmp_path), code=code)
     assert done.returncode == bool(code), done.stdout + done.stderr
@@ -252,17 +328,27 @@ def test_monitor_cost_is_measured(tmp_path):
     done = run("reliability/monitor_cost.py", "--quick", "--out", str(tmp_path))
     (record,) = records(tmp_path).values()
     costly = [each["backend"] for each in record["recipes"] if each["share"] > record["limit"]]
-    assert [each["backend"] for each in record["recipes"]] == ["native:dynamic", "native:delayed", "msamp:O2"]
+    assert [each["backend"] for each in record["recipes"]] == [
+        "native:dynamic",
+        "native:delayed",
+        "msamp:O2",
+    ]
     assert done.returncode == bool(costly), done.stderr
 
 
 @pytest.mark.nightly
 def test_rollouts_of_the_trainers_codes_have_no_policy_gap(tmp_path):
-    done = run("rollouts.py", "--steps", "10", "--seeds", "2", "--json", str(tmp_path / "record.json"))
+    done = run(
+        "rollouts.py", "--steps", "10", "--seeds", "2", "--json", str(tmp_path / "record.json")
+    )
     assert done.returncode == 0, done.stderr
     (record,) = records(tmp_path).values()
     gaps = {each["setting"]: each["gap"]["mean"] for each in record["results"]}
-    assert max(gaps["codes"], gaps["blockwise"]) < 1e-5 and 1e-3 < gaps["bf16"] < 0.1 and 1e-3 < gaps["dynamic"] < 0.1
+    assert (
+        max(gaps["codes"], gaps["blockwise"]) < 1e-5
+        and 1e-3 < gaps["bf16"] < 0.1
+        and 1e-3 < gaps["dynamic"] < 0.1
+    )
     written = tables.TABLES["rollouts"]({"rollouts_cpu_avx2": record})
     assert re.search(r"^``codes`` .* ± 0\.\d{3}$", written, re.M)
 
@@ -275,7 +361,9 @@ def test_comparison_has_one_row_per_level(tmp_path):
     gaps = [level["by_seed"][seed] - plain["by_seed"][seed] for seed in (0, 1)]
     assert level["gap"]["mean"] == pytest.approx(sum(gaps) / 2) != 0 and level["gap"]["pairs"] == 2
     assert levels_loss.printed(found).count("\n") == 3
-    written = tables.TABLES["levels"]({"levels_loss_cpu_avx2": {"machine": measuring.machine(), "results": found}})
+    written = tables.TABLES["levels"](
+        {"levels_loss_cpu_avx2": {"machine": measuring.machine(), "results": found}}
+    )
     assert f"``msamp:O2``  {level['held_out_loss']:.4f}" in written
 
 
@@ -288,25 +376,39 @@ def test_experts_are_trained_measured_and_paired():
         for seed in (0, 1)
     ]
     plain, level = found = experts_benchmark.summarized(runs, "bf16")
-    assert plain["gap"] is None and plain["bytes_per_element"] == 16 and level["bytes_per_element"] < 5.1
+    assert (
+        plain["gap"] is None
+        and plain["bytes_per_element"] == 16
+        and level["bytes_per_element"] < 5.1
+    )
     gaps = [level["by_seed"][seed] - plain["by_seed"][seed] for seed in (0, 1)]
     assert level["gap"]["mean"] == pytest.approx(sum(gaps) / 2) != 0 and level["gap"]["pairs"] == 2
     assert experts_benchmark.printed(found, "bf16").count("\n") == 3
-    written = tables.TABLES["experts"]({"experts_cpu_avx2": {"machine": measuring.machine(), "results": found}})
+    written = tables.TABLES["experts"](
+        {"experts_cpu_avx2": {"machine": measuring.machine(), "results": found}}
+    )
     assert f"Mixtral  ``msamp:O4``  {level['held_out_loss']:.4f}" in written
 
 
 @pytest.mark.nightly
 def test_long_run_is_paired_and_tracks_scales():
-    settings = argparse.Namespace(steps=6, points=3, lr=1e-3, hidden=64, layers=1, sequence=16, batch=2, held_out=4)
+    settings = argparse.Namespace(
+        steps=6, points=3, lr=1e-3, hidden=64, layers=1, sequence=16, batch=2, held_out=4
+    )
     plain, level = (long_run.train((backend, settings)) for backend in ("fp32", "msamp:O2"))
     assert [point["step"] for point in plain["points"]] == [1, 2, 4, 6]
     first, last = ([run["points"][i]["train_loss"] for run in (plain, level)] for i in (0, -1))
-    assert first[1] == pytest.approx(first[0], rel=1e-2) and last[0] < first[0] and last[1] < first[1]
+    assert (
+        first[1] == pytest.approx(first[0], rel=1e-2) and last[0] < first[0] and last[1] < first[1]
+    )
     assert {"weight", "gradient", "exp_avg", "exp_avg_sq"} < level["scales"][-1].keys()
     assert plain["scales"][-1] == {"step": 6} and not plain["stuck"] and not level["stuck"]
-    written = tables.TABLES["long-run"]({"long_run_cpu_avx2": {"machine": measuring.machine(), "runs": [plain, level]}})
-    assert re.search(r"``msamp:O2``  \d\.\d{4} .* 0$", written, re.M) and long_run.printed([plain, level])
+    written = tables.TABLES["long-run"](
+        {"long_run_cpu_avx2": {"machine": measuring.machine(), "runs": [plain, level]}}
+    )
+    assert re.search(r"``msamp:O2``  \d\.\d{4} .* 0$", written, re.M) and long_run.printed(
+        [plain, level]
+    )
 
 
 def test_stuck_scale_is_reported():

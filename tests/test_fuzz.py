@@ -33,7 +33,8 @@ def test_200_cases_work_or_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("parse", "outcome"), [(lambda value: 0, "ignored"), (explode, "internal"), (FIELDS["margin"].parse, "worked")]
+    ("parse", "outcome"),
+    [(lambda value: 0, "ignored"), (explode, "internal"), (FIELDS["margin"].parse, "worked")],
 )
 def test_planted_field_fault_is_found_and_shrunk(parse, outcome, monkeypatch):
     parse_as(monkeypatch, "margin", parse)

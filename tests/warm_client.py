@@ -1,7 +1,8 @@
-"""Stand for a Python process forked by `warm_server`: its arguments, environment, files, signals and status.
+"""Stand for a Python process forked by `warm_server`: its arguments, environment, files, signals
+and status.
 
-PROGRAM, next to the server's socket, starts this. It becomes the process's `sys.executable`, so children of a launcher
-are forked as well.
+PROGRAM, next to the server's socket, starts this. It becomes the process's `sys.executable`, so
+children of a launcher are forked as well.
 
     python -IS warm_client.py PROGRAM [-u] (SCRIPT | -m MODULE | -c CODE) [argument …]
 """
@@ -18,7 +19,12 @@ def main(program: str, *arguments: str) -> int:
         connection.connect(os.path.join(os.path.dirname(program), "socket"))
         socket.send_fds(connection, [b"\n"], [0, 1, 2])
         stream = connection.makefile("rw")
-        request = {"program": program, "arguments": arguments, "environment": dict(os.environ), "cwd": os.getcwd()}
+        request = {
+            "program": program,
+            "arguments": arguments,
+            "environment": dict(os.environ),
+            "cwd": os.getcwd(),
+        }
         print(json.dumps(request), file=stream, flush=True)
         process = int(stream.readline())
         for number in (signal.SIGTERM, signal.SIGINT):

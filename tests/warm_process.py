@@ -1,7 +1,8 @@
-"""Start Python processes without loading torch for seconds: fork them from a process that has loaded it.
+"""Start Python processes without loading torch for seconds: fork them from a process that has
+loaded it.
 
-Tests of scripts, on one or several ranks, need a separate process and environment, not a new interpreter. Tests of
-loading itself (`test_import.py` and others) start `sys.executable`.
+Tests of scripts, on one or several ranks, need a separate process and environment, not a new
+interpreter. Tests of loading itself (`test_import.py` and others) start `sys.executable`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import tempfile
 from pathlib import Path
 
 VARIABLE = "TESTS_WARM_PYTHON"
-"""Environment variable: the program in place of Python; set by the pytest that has started the server."""
+"""Environment variable: the program in place of Python; set by the pytest that has started the
+server."""
 HERE = Path(__file__).parent
 
 
 def start() -> subprocess.Popen | None:
-    """Start the server, unless an outer pytest has. It loads nothing before a request, and ends with this process."""
+    """Start the server, unless an outer pytest has. It loads nothing before a request, and ends
+    with this process."""
     if VARIABLE in os.environ:
         return None
     folder = Path(tempfile.mkdtemp(prefix="warm"))
@@ -30,7 +33,9 @@ def start() -> subprocess.Popen | None:
     )
     server.stdout.readline()  # it listens
     program = folder / "python"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{HERE}/warm_client.py" "$0" "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" -IS "{HERE}/warm_client.py" "$0" "$@"\n'
+    )
     program.chmod(0o755)
     os.environ[VARIABLE] = str(program)
     return server
@@ -49,6 +54,8 @@ def python() -> str:
 
 
 def run(*arguments: str, timeout: float = 240, **options) -> subprocess.CompletedProcess[str]:
-    """Call `subprocess.run` of `python` with these arguments: a script, `-m` or `-c` first. Capture its output as
-    text."""
-    return subprocess.run([python(), *arguments], capture_output=True, text=True, timeout=timeout, **options)
+    """Call `subprocess.run` of `python` with these arguments: a script, `-m` or `-c` first. Capture
+    its output as text."""
+    return subprocess.run(
+        [python(), *arguments], capture_output=True, text=True, timeout=timeout, **options
+    )

@@ -1,7 +1,8 @@
 """Load the common libraries of the tests' processes once, and fork a process for each request.
 
-`warm_process` starts it once for all of pytest's workers. It loads nothing of `fp8_backends`: each process imports the
-package. It loads the rest with the first request, and ends with its standard input, removing its folder.
+`warm_process` starts it once for all of pytest's workers. It loads nothing of `fp8_backends`: each
+process imports the package. It loads the rest with the first request, and ends with its standard
+input, removing its folder.
 
     python warm_server.py SOCKET
 """
@@ -44,14 +45,16 @@ LOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
 )
-"""Together several seconds of a CPU; many are loaded by the first step of an optimizer or by DDP. Accelerate loads
-`datasets` with a process's first data loader, and `deepspeed` at its first check of a model's wrapper."""
+"""Together several seconds of a CPU; many are loaded by the first step of an optimizer or by DDP.
+Accelerate loads `datasets` with a process's first data loader, and `deepspeed` at its first check
+of a model's wrapper."""
 
 HERE = Path(__file__).parent
 
 
 def serve(path: str) -> dict:
-    """Fork for each connection until standard input is closed. Returns in the new processes, with their requests."""
+    """Fork for each connection until standard input is closed. Returns in the new processes, with
+    their requests."""
     own_path, frozen = [each for each in sys.path if each not in _python_path()], False
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
@@ -80,7 +83,10 @@ def serve(path: str) -> dict:
 
 def _share_code(package: Path) -> None:
     """Compile the package once. Where Python may not write bytecode, each process would."""
-    code = {str(file): compile(file.read_bytes(), file, "exec", dont_inherit=True) for file in package.rglob("*.py")}
+    code = {
+        str(file): compile(file.read_bytes(), file, "exec", dont_inherit=True)
+        for file in package.rglob("*.py")
+    }
     load = SourceFileLoader.get_code
     SourceFileLoader.get_code = lambda loader, name: code.get(loader.path) or load(loader, name)
 
@@ -110,7 +116,8 @@ def _python_path() -> list[str]:
 
 
 def _fork_and_report(connection: socket.socket) -> dict:
-    """Report the new process's id, and its status at its end, from a process for this request only."""
+    """Report the new process's id, and its status at its end, from a process for this request
+    only."""
     _, files, _, _ = socket.recv_fds(connection, 1, 3)
     with connection.makefile("rw") as stream:
         request = json.loads(stream.readline())
@@ -135,7 +142,8 @@ def _end_with_the_client(stream, process: int) -> None:
 
 
 def run(request: dict) -> None:
-    """Execute these arguments (`-c code`, `-m module`, or a script) with this environment, like the interpreter."""
+    """Execute these arguments (`-c code`, `-m module`, or a script) with this environment, like the
+    interpreter."""
     os.chdir(request["cwd"])
     for number, file in enumerate(request["files"]):
         os.dup2(file, number)
@@ -166,7 +174,8 @@ def run(request: dict) -> None:
 
 
 def run_and_exit(request: dict) -> None:
-    """End as the interpreter does, but leave the memory to the system: to free each object takes half a second."""
+    """End as the interpreter does, but leave the memory to the system: to free each object takes
+    half a second."""
     status = 0
     try:
         run(request)

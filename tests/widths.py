@@ -11,7 +11,11 @@ def nightly(*values):
 
 
 def nightly_but(kept, cases):
-    """Return all cases, marked nightly unless they are in `kept`; a tuple has the values of several arguments."""
+    """Return all cases, marked nightly unless they are in `kept`; a tuple has the values of several
+    arguments."""
     cases, kept = list(cases), list(kept)
     assert all(case in cases for case in kept), "a case to keep is none of the cases"
-    return [case if case in kept else nightly(*(case if type(case) is tuple else (case,))) for case in cases]
+    return [
+        case if case in kept else nightly(*(case if type(case) is tuple else (case,)))
+        for case in cases
+    ]

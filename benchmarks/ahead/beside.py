@@ -28,9 +28,14 @@ def record_of(chip: str) -> dict:
 
 
 def rows(predicted: dict, measured: dict) -> list[list]:
-    """Backend, tokens a second predicted and measured, times bf16 the same, and measured over predicted."""
+    """Backend, tokens a second predicted and measured, times bf16 the same, and measured over
+    predicted."""
     rates = {each["backend"]: each["tokens_per_second"] for each in predicted.get("results", [])}
-    found = {each["backend"]: each["tokens_per_second"] for each in measured["results"] if each["form"] == "compiled"}
+    found = {
+        each["backend"]: each["tokens_per_second"]
+        for each in measured["results"]
+        if each["form"] == "compiled"
+    }
     if "torchao" in rates:
         rates.setdefault("ao:tensorwise", rates["torchao"])  # the same through this package
     made = []
@@ -44,12 +49,21 @@ def rows(predicted: dict, measured: dict) -> list[list]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("measured", type=Path, help="a record of step.py")
     arguments = parser.parse_args()
     measured = json.loads(arguments.measured.read_text())
     predicted = record_of(measured["machine"]["chip"])
-    header = ["compiled", "tokens/s predicted", "measured", "/ bf16 predicted", "measured", "measured / predicted"]
+    header = [
+        "compiled",
+        "tokens/s predicted",
+        "measured",
+        "/ bf16 predicted",
+        "measured",
+        "measured / predicted",
+    ]
     print(table(header, rows(predicted, measured)))
 
 

@@ -1,10 +1,11 @@
-"""Compile a prepared decoder layer of Llama, forward and backward, for an absent GPU, and trace the code outside the
-layers. Prints JSON.
+"""Compile a prepared decoder layer of Llama, forward and backward, for an absent GPU, and trace the
+code outside the layers. Prints JSON.
 
-The model is the one of `training.py`: FP32 weights under bf16 autocast. Each decoder layer is compiled; embedding, last
-norm, head and loss are eager.
+The model is the one of `training.py`: FP32 weights under bf16 autocast. Each decoder layer is
+compiled; embedding, last norm, head and loss are eager.
 
-    compiled_layers.py BACKEND [--shape 8b-4layers] [--tokens 8192] [--chip H200] [--no-machine-code] [--layer]
+    compiled_layers.py BACKEND [--shape 8b-4layers] [--tokens 8192] [--chip H200]
+    [--no-machine-code] [--layer]
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def traces(spec: str, shape: str, tokens: int, with_block: bool = True) -> Trace
     parameters = sum(each.numel() for each in model.parameters())
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cuda", torch.bfloat16):
         convert(machine.on_fake_gpu(model), spec)
-        model._forward_pre_hooks.clear()  # once a step, for all layers together: proof, and scales for the next step
+        # once a step, for all layers together: proof, and scales for the next step
+        model._forward_pre_hooks.clear()
         layer, config = model.model.layers[0], model.config
         x = torch.empty(1, tokens, config.hidden_size, device="cuda", requires_grad=True)
         width = config.hidden_size // config.num_attention_heads
@@ -83,8 +85,14 @@ def saved_bytes(forward: list[Graph]) -> int:
     total = 0
     for graph in forward:
         (output,) = (node for node in graph.module.graph.nodes if node.op == "output")
-        kept = {node for node in output.args[0] if isinstance(node, torch.fx.Node) and node.op != "placeholder"}
-        total += sum(node.meta["val"].nbytes for node in kept if isinstance(node.meta["val"], torch.Tensor))
+        kept = {
+            node
+            for node in output.args[0]
+            if isinstance(node, torch.fx.Node) and node.op != "placeholder"
+        }
+        total += sum(
+            node.meta["val"].nbytes for node in kept if isinstance(node.meta["val"], torch.Tensor)
+        )
     return total
 
 
@@ -93,7 +101,9 @@ def compiled(graphs: Traced) -> list[inductor.Compiled]:
     return forward + [inductor.compiled(graph, True) for graph in graphs.backward]
 
 
-def summary(graphs: int, codes: list[inductor.Compiled], chip: machine.Chip, reads_code: bool) -> dict:
+def summary(
+    graphs: int, codes: list[inductor.Compiled], chip: machine.Chip, reads_code: bool
+) -> dict:
     """Figures of compiled graphs. Seconds are of forward and backward together."""
     kernels = [each for code in codes for each in code.kernels]
     products = [each for code in codes for each in code.products]
@@ -105,18 +115,22 @@ def summary(graphs: int, codes: list[inductor.Compiled], chip: machine.Chip, rea
         "other_calls": [name for code in codes for name in code.other_calls],
         "seconds": {
             "products": sum(roofline.of_product(each) for each in products),
-            "attention": sum(roofline.of_attention(each) for code in codes for each in code.attentions),
+            "attention": sum(
+                roofline.of_attention(each) for code in codes for each in code.attentions
+            ),
             "kernels": sum(roofline.of_generated(each, chip, reads_code) for each in kernels),
         },
     }
     if reads_code:
-        found["largest"] = [largest(each, chip) for each in sorted(kernels, key=lambda each: -each.bytes)[:16]]
+        found["largest"] = [
+            largest(each, chip) for each in sorted(kernels, key=lambda each: -each.bytes)[:16]
+        ]
     return found
 
 
 def fp8_stores(codes: list[inductor.Compiled]) -> dict:
-    """Look at the kernels with FP8 results: min.NaN and max.NaN, next to which Triton 3.8 may write garbage
-    (triton-lang/triton#11111), and elements stored byte by byte."""
+    """Look at the kernels with FP8 results: min.NaN and max.NaN, next to which Triton 3.8 may write
+    garbage (triton-lang/triton#11111), and elements stored byte by byte."""
     kernels = {(each.name, each.source) for code in codes for each in code.kernels}
     kernels = [each for each in kernels if machine_code.has_fp8_results(each[1])]
     return {
@@ -154,13 +168,21 @@ def outside_of_layers(found: outside.Recorder, chip: machine.Chip) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("backend")
     parser.add_argument("--shape", default="8b-4layers")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--chip", choices=list(machine.CHIPS), default="H200")
-    parser.add_argument("--no-machine-code", action="store_true", help="times from bytes alone, in a tenth of the time")
-    parser.add_argument("--layer", action="store_true", help="only the layer, and its stores of FP8")
+    parser.add_argument(
+        "--no-machine-code",
+        action="store_true",
+        help="times from bytes alone, in a tenth of the time",
+    )
+    parser.add_argument(
+        "--layer", action="store_true", help="only the layer, and its stores of FP8"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chip = machine.CHIPS[arguments.chip]
@@ -170,7 +192,11 @@ def main() -> None:
     codes = compiled(seen.layer)
     layer = summary(len(seen.layer.forward), codes, chip, not arguments.no_machine_code)
     if arguments.layer:
-        print(json.dumps({"backend": arguments.backend, "layer": layer, "fp8_stores": fp8_stores(codes)}))
+        print(
+            json.dumps(
+                {"backend": arguments.backend, "layer": layer, "fp8_stores": fp8_stores(codes)}
+            )
+        )
         return
     block = summary(len(seen.block.forward), compiled(seen.block), chip, False)
     around = outside.recorded(lambda: build(shape, tokens, "meta"), arguments.backend, tokens)

@@ -1,8 +1,9 @@
-"""Count the host's work in an eager step of one Linear, forward and backward: launches, PyTorch's calls,
-synchronisations and Python's time; and the machine code of the Triton kernels of a linear layer and of the optimizer.
+"""Count the host's work in an eager step of one Linear, forward and backward: launches, PyTorch's
+calls, synchronisations and Python's time; and the machine code of the Triton kernels of a linear
+layer and of the optimizer.
 
-The kernels go through Triton's real binder and compiler, for compute capability 9.0; the launch itself is left out, and
-tensors lie on the CPU. Products are not computed. Prints JSON.
+The kernels go through Triton's real binder and compiler, for compute capability 9.0; the launch
+itself is left out, and tensors lie on the CPU. Products are not computed. Prints JSON.
 
     eager_calls.py [--backends NAMES] [--levels NAMES]
 """
@@ -53,7 +54,12 @@ class Launches:
                 return 0, 0, 64, 0, 1024
 
             def get_device_properties(self, device):
-                return {"max_shared_mem": 232_448, "max_num_regs": 65_536, "multiprocessor_count": 132, "warpSize": 32}
+                return {
+                    "max_shared_mem": 232_448,
+                    "max_num_regs": 65_536,
+                    "multiprocessor_count": 132,
+                    "warpSize": 32,
+                }
 
         class Launcher:
             def __init__(self, source, metadata):
@@ -76,7 +82,9 @@ class Launches:
         @functools.wraps(original)
         def compiled(kernel, *arguments, **more):
             made = original(kernel, *arguments, **more)
-            code = disassembled(made.asm["cubin"], 32 * made.metadata.num_warps, made.metadata.shared)
+            code = disassembled(
+                made.asm["cubin"], 32 * made.metadata.num_warps, made.metadata.shared
+            )
             self.codes.setdefault(kernel.__name__, []).append(code)
             self._kernels.add(kernel)
             return made
@@ -92,7 +100,8 @@ class Launches:
 
 
 def through_the_kernels() -> None:
-    """Let this package send tensors of the CPU to its Triton kernels, as it would a Hopper GPU's."""
+    """Let this package send tensors of the CPU to its Triton kernels, as it would a Hopper
+    GPU's."""
     import fp8_backends  # noqa: F401
     from fp8_backends.compute import products
     from fp8_backends.kernels import devices, triton_gate
@@ -125,7 +134,16 @@ def everywhere(function, other) -> None:
 PRODUCTS: Counter[str] = Counter()
 
 
-def no_product(a, b, scale_a=None, scale_b=None, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
+def no_product(
+    a,
+    b,
+    scale_a=None,
+    scale_b=None,
+    bias=None,
+    scale_result=None,
+    out_dtype=None,
+    use_fast_accum=False,
+):
     """Replace `torch._scaled_mm`: count, do not compute."""
     PRODUCTS["_scaled_mm"] += 1
     return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype)
@@ -207,23 +225,27 @@ def quantizing(backend: str, launches: Launches, tokens: int = 512, size: int = 
             "registers": max(code.registers for code in codes),
             "stack": max(code.stack for code in codes),
             "loops": max(len(code.loops()) for code in codes),
-            "instructions": min(len([o for o in code.operations if o.kind != "NOP"]) for code in codes),
+            "instructions": min(
+                len([o for o in code.operations if o.kind != "NOP"]) for code in codes
+            ),
         }
         for name, codes in launches.codes.items()
     ]
 
 
 def of_optimizer(level: str, launches: Launches, numel: int = 65_536) -> dict:
-    """Return the kernels of one step over a weight of this many elements, and the reads, writes and operations of their
-    loops."""
+    """Return the kernels of one step over a weight of this many elements, and the reads, writes and
+    operations of their loops."""
     import optimizer as steps
 
     weight, exp_avg, exp_avg_sq, *_ = steps.LEVELS[level]
     made = steps.scaled_step(level, numel, 1, "cpu", True)
-    stored = [steps.slot(torch.zeros(1), fmt) for fmt in (weight, steps.E4M3, exp_avg, exp_avg_sq)]  # casts, too
+    # casts, too
+    stored = [steps.slot(torch.zeros(1), fmt) for fmt in (weight, steps.E4M3, exp_avg, exp_avg_sq)]
     launches.forget()
     made.run()
-    size = sum(each.data.itemsize + (each.residual is not None) for each in stored)  # a residual is one byte
+    # a residual is one byte
+    size = sum(each.data.itemsize + (each.residual is not None) for each in stored)
     kernels = []
     for name, codes in launches.codes.items():
         path = fast_path(codes[0])
@@ -242,12 +264,22 @@ def of_optimizer(level: str, launches: Launches, numel: int = 65_536) -> dict:
                 **work._asdict(),
             }
         )
-    total = {key: sum(each[key] for each in kernels) for key in ("read", "written", "instructions", "alu", "special")}
-    return {"level": level, "launches": dict(launches.counts), "kernels": kernels, "of_an_element": total}
+    total = {
+        key: sum(each[key] for each in kernels)
+        for key in ("read", "written", "instructions", "alu", "special")
+    }
+    return {
+        "level": level,
+        "launches": dict(launches.counts),
+        "kernels": kernels,
+        "of_an_element": total,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backends", default="")
     parser.add_argument("--levels", default="", help="separated by semicolons")
     arguments = parser.parse_args()

@@ -1,4 +1,5 @@
-"""Fit the constants of the package's time model to the steps measured on an H200, and print the errors that remain.
+"""Fit the constants of the package's time model to the steps measured on an H200, and print the
+errors that remain.
 
 fit_step.py              prints the errors of the constants in `fp8_backends/compute/rates.py`
 fit_step.py --fit        prints better ones, if there are any
@@ -28,20 +29,30 @@ class Steps:
     """Predict the recorded steps; traces are kept, so another constant takes no time."""
 
     def __init__(self) -> None:
-        self.records = [json.loads((HERE.parent / "results" / f"{name}.json").read_text()) for name in RECORDS]
+        self.records = [
+            json.loads((HERE.parent / "results" / f"{name}.json").read_text()) for name in RECORDS
+        ]
         self.traced: list[dict] = [{} for _ in self.records]
 
     def errors(self) -> list[list]:
-        """Return shape, form, backend, measured seconds, predicted ones, and the error of the speed over bf16."""
+        """Return shape, form, backend, measured seconds, predicted ones, and the error of the speed
+        over bf16."""
         from fp8_backends.tools.estimate import ModelShape, Workload, estimate
 
         rows = []
         for record, traced in zip(self.records, self.traced, strict=True):
             arguments = record["arguments"]
-            shape, sizes = arguments["shape"], {name: arguments[name] for name in ("batch", "sequence")}
+            shape, sizes = (
+                arguments["shape"],
+                {name: arguments[name] for name in ("batch", "sequence")},
+            )
             model = ModelShape(shape, build(shape, sizes["sequence"], "meta").config)
             for form in ("eager", "compiled"):
-                found = {each["backend"]: each["median_s"] for each in record["results"] if each["form"] == form}
+                found = {
+                    each["backend"]: each["median_s"]
+                    for each in record["results"]
+                    if each["form"] == form
+                }
                 workload = Workload(model=model, chip="h200", compiled=form == "compiled", **sizes)
                 for each in estimate(workload, list(found), traced=traced):
                     seconds = found[each.backend]
@@ -51,7 +62,9 @@ class Steps:
 
     def loss(self) -> float:
         """Weigh an error of a ratio four times as an error of seconds."""
-        return sum(math.log(row[4] / row[3]) ** 2 + 4 * math.log1p(row[5]) ** 2 for row in self.errors())
+        return sum(
+            math.log(row[4] / row[3]) ** 2 + 4 * math.log1p(row[5]) ** 2 for row in self.errors()
+        )
 
 
 def fit(steps: Steps, tries: int) -> None:
@@ -68,7 +81,9 @@ def fit(steps: Steps, tries: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--tries", type=int, default=400)
     arguments = parser.parse_args()
@@ -76,7 +91,12 @@ def main() -> None:
     if arguments.fit:
         fit(steps, arguments.tries)
         print({name: rates.constant(name) for name in FITTED})
-    print(table(["model", "form", "backend", "measured", "predicted", "error of the ratio"], steps.errors()))
+    print(
+        table(
+            ["model", "form", "backend", "measured", "predicted", "error of the ratio"],
+            steps.errors(),
+        )
+    )
 
 
 if __name__ == "__main__":

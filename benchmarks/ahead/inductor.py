@@ -1,4 +1,5 @@
-"""Inductor's code for compute capability 9.0, of a graph and without a GPU: kernels, their bytes, products."""
+"""Inductor's code for compute capability 9.0, of a graph and without a GPU: kernels, their bytes,
+products."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class Compiled(NamedTuple):
 
 
 def compiled(graph: Graph, backward: bool) -> Compiled:
-    """Inductor's own passes, scheduler and code generator, as `torch.compile` runs them for a GPU."""
+    """Inductor's own passes, scheduler and code generator, as `torch.compile` runs them for a
+    GPU."""
     from torch._inductor.debug import DebugContext
     from torch._inductor.fx_passes.post_grad import post_grad_passes
     from torch._inductor.graph import GraphLowering
@@ -68,8 +70,14 @@ def compiled(graph: Graph, backward: bool) -> Compiled:
         post_grad_passes(graph.module, False)
     fake, inputs = on_gpu(graph)  # the passes made new nodes
     with V.set_fake_mode(fake), fake:
-        lowering = GraphLowering(graph.module, example_inputs=inputs, shape_env=None, is_backward=backward, graph_id=0)
-        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]), V.set_debug_handler(DebugContext()):
+        lowering = GraphLowering(
+            graph.module, example_inputs=inputs, shape_env=None, is_backward=backward, graph_id=0
+        )
+        with (
+            V.set_graph_handler(lowering),
+            V.set_extern_kernel_nodes([]),
+            V.set_debug_handler(DebugContext()),
+        ):
             lowering.run(*inputs)
             code = lowering.codegen()[0].value
             kernels = _kernels(code, lowering.scheduler.nodes)
@@ -78,7 +86,9 @@ def compiled(graph: Graph, backward: bool) -> Compiled:
 
 def _kernels(code: str, nodes: list) -> list[Kernel]:
     """Return kernels in the order of their launches, the scheduler's order."""
-    sources = dict(re.findall(r"async_compile\.triton\('(\w+)', '''\n(.*?)''', device_str", code, re.S))
+    sources = dict(
+        re.findall(r"async_compile\.triton\('(\w+)', '''\n(.*?)''', device_str", code, re.S)
+    )
     launched = re.findall(r"^\s+(triton_\w+)\.run\(", code, re.M)
     mixed = [node for node in nodes if type(node).__name__ == "FusedMixOrderReductions"]
     parts = {name for node in mixed for name in node.get_buffer_names()}
@@ -89,8 +99,8 @@ def _kernels(code: str, nodes: list) -> list[Kernel]:
 
 
 def _is_launched(node, parts: set[str]) -> bool:
-    """Tell if this node of the scheduler is a Triton kernel. PyTorch sums the parts left by a kernel of two
-    reductions."""
+    """Tell if this node of the scheduler is a Triton kernel. PyTorch sums the parts left by a
+    kernel of two reductions."""
     if re.search("Extern|Nop", type(node).__name__):
         return False
     return not (node.is_reduction() and {each.name for each in node.read_writes.reads} <= parts)
@@ -143,7 +153,9 @@ def _attention(name: str, node: torch.fx.Node) -> Attention:
     first = 1 if "backward" in name else 0  # after the gradient
     query, key = _tensors(node)[first : first + 2]
     batch, heads, queries, width = query.shape
-    return Attention(name, batch, heads, queries, key.shape[2], width, bool(_told(node).get("is_causal")))
+    return Attention(
+        name, batch, heads, queries, key.shape[2], width, bool(_told(node).get("is_causal"))
+    )
 
 
 def _told(node: torch.fx.Node) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Answer the device queries of PyTorch, Inductor and Triton for a Hopper GPU on a machine without one.
+"""Answer the device queries of PyTorch, Inductor and Triton for a Hopper GPU on a machine without
+one.
 
-This needs PyTorch's build for CUDA, which brings Triton and its compilers, and no driver. `pretend` changes its
-process, so each question about a GPU runs in a separate one.
+This needs PyTorch's build for CUDA, which brings Triton and its compilers, and no driver. `pretend`
+changes its process, so each question about a GPU runs in a separate one.
 """
 
 from __future__ import annotations
@@ -67,10 +68,15 @@ CHIPS = {
 
 
 def pretend(chip: Chip) -> None:
-    """Present this chip as device 0 of this process. Nothing can be computed there: tensors are fake."""
+    """Present this chip as device 0 of this process. Nothing can be computed there: tensors are
+    fake."""
     if torch.version.cuda is None:
-        raise SystemExit("this wants PyTorch's build for CUDA: run it by the Python of an environment that has it")
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # code for an absent chip belongs into no shared cache
+        raise SystemExit(
+            "this wants PyTorch's build for CUDA: run it by the Python of an environment that has "
+            "it"
+        )
+    # code for an absent chip belongs into no shared cache
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = folder()
     properties = chip.properties
     torch._C._ensureCUDADeviceGuardSet()
@@ -83,7 +89,9 @@ def pretend(chip: Chip) -> None:
     torch.cuda.get_device_name = lambda *_: chip.name
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda *_: None
-    torch.cuda.is_current_stream_capturing = torch.cuda.graphs.is_current_stream_capturing = lambda: False
+    torch.cuda.is_current_stream_capturing = torch.cuda.graphs.is_current_stream_capturing = (
+        lambda: False
+    )
     fake_tensor.init_gpu_context = lambda *_: None  # torch 2.11 creates a tensor there
     _pretend_to_triton(chip)
     _pretend_to_inductor(chip)
@@ -143,7 +151,11 @@ def _pretend_to_inductor(chip: Chip) -> None:
     triton_utilities.has_triton = scheduler.has_triton = lambda *_, **__: True
     triton_helpers.set_driver_to_gpu = lambda: None
     properties = torch.cuda.get_device_properties(0)
-    fields = {name: getattr(properties, name) for name in hints.DeviceProperties._fields if hasattr(properties, name)}
+    fields = {
+        name: getattr(properties, name)
+        for name in hints.DeviceProperties._fields
+        if hasattr(properties, name)
+    }
     told = hints.DeviceProperties(**{"type": "cuda", "index": 0, "cc": chip.target.arch, **fields})
     hints.DeviceProperties.create = classmethod(lambda *_: told)
     config.shape_padding = config.max_autotune = False  # both would measure
@@ -153,7 +165,8 @@ def _pretend_to_inductor(chip: Chip) -> None:
 
 
 def on_fake_gpu(module: torch.nn.Module) -> torch.nn.Module:
-    """A module of the meta device with fake tensors of the GPU in their place, under `FakeTensorMode`."""
+    """A module of the meta device with fake tensors of the GPU in their place, under
+    `FakeTensorMode`."""
     for each in module.modules():
         for name, parameter in each._parameters.items():
             if parameter is not None:

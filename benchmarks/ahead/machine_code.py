@@ -1,7 +1,8 @@
-"""Read a kernel's machine code for compute capability 9.0: registers, spills, instructions per element.
+"""Read a kernel's machine code for compute capability 9.0: registers, spills, instructions per
+element.
 
-Instructions are counted in the code, not run. A loop counts once for each of its trips; both sides of a branch count,
-so the figures are upper bounds.
+Instructions are counted in the code, not run. A loop counts once for each of its trips; both sides
+of a branch count, so the figures are upper bounds.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import NamedTuple
 import machine
 
 ALU = frozenset(
-    "LOP3 IADD3 SHF PRMT SEL FSEL FSETP ISETP VIMNMX FMNMX LEA PLOP3 F2FP VIADD IMNMX HSETP2 HMNMX2 SGXT BMSK VIMNMX3 "
-    "FMNMX3 VIADDMNMX I2FP".split()
+    "LOP3 IADD3 SHF PRMT SEL FSEL FSETP ISETP VIMNMX FMNMX LEA PLOP3 F2FP VIADD IMNMX HSETP2 "
+    "HMNMX2 SGXT BMSK VIMNMX3 FMNMX3 VIADDMNMX I2FP".split()
 )
 """Half a multiprocessor's lanes run these."""
 SPECIAL = frozenset("MUFU F2F F2I I2F POPC FLO BREV".split())
@@ -57,7 +58,14 @@ class Operation(NamedTuple):
     @property
     def bytes(self) -> int:
         """Return the bytes moved per thread by a memory access."""
-        for width, size in ((".128", 16), (".64", 8), (".U16", 2), (".S16", 2), (".U8", 1), (".S8", 1)):
+        for width, size in (
+            (".128", 16),
+            (".64", 8),
+            (".U16", 2),
+            (".S16", 2),
+            (".U8", 1),
+            (".S8", 1),
+        ):
             if width in self.name:
                 return size
         return 4
@@ -79,8 +87,13 @@ class Code(NamedTuple):
         for each in self.operations:
             if each.target is not None and each.target < each.address:
                 spans.append((each.target, each.address))
-        outermost = [a for a in spans if not any(b[0] <= a[0] and a[1] <= b[1] and a != b for b in spans)]
-        return [[o for o in self.operations if low <= o.address <= high] for low, high in sorted(set(outermost))]
+        outermost = [
+            a for a in spans if not any(b[0] <= a[0] and a[1] <= b[1] and a != b for b in spans)
+        ]
+        return [
+            [o for o in self.operations if low <= o.address <= high]
+            for low, high in sorted(set(outermost))
+        ]
 
 
 def loaded(operations: list[Operation]) -> int:
@@ -89,15 +102,16 @@ def loaded(operations: list[Operation]) -> int:
 
 
 def fast_path(code: Code) -> list[Operation]:
-    """Return the path through a loop with the widest vector loads: the path with most such loads, then the shortest.
-    Empty without such a loop."""
+    """Return the path through a loop with the widest vector loads: the path with most such loads,
+    then the shortest. Empty without such a loop."""
     return min((_way(each) for each in code.loops() if loaded(each)), default=(0, []))[1]
 
 
 def _way(loop: list[Operation]) -> tuple[tuple[int, int, int], list[Operation]]:
     """The fast way through one loop, and its (narrow loads, -bytes, length)."""
     at = {each.address: i for i, each in enumerate(loop)}
-    # from each operation to the loop's end: (narrow loads, -bytes, length) and the next operation on the best way
+    # from each operation to the loop's end: (narrow loads, -bytes, length) and the next operation
+    # on the best way
     best: list[tuple[tuple[int, int, int], int | None]] = [((0, 0, 0), None)] * (len(loop) + 1)
     for i in reversed(range(len(loop))):
         each = loop[i]
@@ -135,7 +149,9 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, operations: list[Operation], times: float) -> Work:
         kinds = Counter(each.kind for each in operations)
-        sums = [sum(kinds[name] for name in names) for names in (kinds.keys() - {"NOP"}, ALU, SPECIAL)]
+        sums = [
+            sum(kinds[name] for name in names) for names in (kinds.keys() - {"NOP"}, ALU, SPECIAL)
+        ]
         return cls(*(times * each for each in sums))
 
     def __add__(self, other: Work) -> Work:  # type: ignore[override]
@@ -155,9 +171,15 @@ def disassembled(cubin: bytes, threads: int, shared: int) -> Code:
         subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
         for option in ("--dump-resource-usage", "--dump-sass")
     )
-    registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
+    registers, stack, local = (
+        int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL")
+    )
     line = re.compile(r"\s+/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z0-9_.]+)(.*)")
-    found = [Operation(int(m[1], 16), m[3], m[4], bool(m[2])) for m in map(line.match, sass.splitlines()) if m]
+    found = [
+        Operation(int(m[1], 16), m[3], m[4], bool(m[2]))
+        for m in map(line.match, sass.splitlines())
+        if m
+    ]
     return Code(registers, max(stack, local), shared, threads, found)
 
 
@@ -172,8 +194,8 @@ class Analysis(NamedTuple):
 
 @functools.cache
 def of_inductor(name: str, source: str, number: int = 0) -> Analysis:
-    """Compile the kernel in one of the configurations among which Inductor would choose by measuring: they differ in
-    tiles and warps."""
+    """Compile the kernel in one of the configurations among which Inductor would choose by
+    measuring: they differ in tiles and warps."""
     tuner = tuner_of(name, source)
     sizes = _sizes(source)
     return _analysed(tuner, tuner.configs[number], source, math.prod(sizes.values()), sizes)
@@ -196,17 +218,35 @@ def tuner_of(name: str, source: str):
 
 def _analysed(tuner, config, source: str, elements: int, sizes: dict[str, int]) -> Analysis:
     code = _compiled(tuner, config)
-    blocks = dict(re.findall(r"^\s+(\w*BLOCK): tl\.constexpr = (\d+)", source, re.M)) | config.kwargs
-    blocks = {axis.removesuffix("BLOCK").lower(): int(size) for axis, size in blocks.items() if axis.endswith("BLOCK")}
+    blocks = (
+        dict(re.findall(r"^\s+(\w*BLOCK): tl\.constexpr = (\d+)", source, re.M)) | config.kwargs
+    )
+    blocks = {
+        axis.removesuffix("BLOCK").lower(): int(size)
+        for axis, size in blocks.items()
+        if axis.endswith("BLOCK")
+    }
     loops = code.loops()
     if not loops:  # the compiler has unrolled the source's loops: a program works on whole rows
-        blocks |= {axis: sizes[f"{axis}numel"] for axis in blocks if axis.startswith("r") and f"{axis}numel" in sizes}
+        blocks |= {
+            axis: sizes[f"{axis}numel"]
+            for axis in blocks
+            if axis.startswith("r") and f"{axis}numel" in sizes
+        }
     per_thread = max(math.prod(blocks.values()) / code.threads, 1 / 32)
     inside = {each.address for loop in loops for each in loop}
-    programs = math.prod(math.ceil(sizes[f"{axis}numel"] / size) for axis, size in blocks.items() if axis in "xyz")
-    work = Work.of([each for each in code.operations if each.address not in inside], programs * code.threads)
+    programs = math.prod(
+        math.ceil(sizes[f"{axis}numel"] / size) for axis, size in blocks.items() if axis in "xyz"
+    )
+    work = Work.of(
+        [each for each in code.operations if each.address not in inside], programs * code.threads
+    )
     signature = tuner.triton_meta["signature"]
-    read = sum(_BYTES.get(t[1:], 0) for n, t in signature.items() if n.startswith("in_") and t.startswith("*"))
+    read = sum(
+        _BYTES.get(t[1:], 0)
+        for n, t in signature.items()
+        if n.startswith("in_") and t.startswith("*")
+    )
     for loop in loops:
         loaded = sum(each.bytes for each in loop if each.kind == "LDG")
         trips_in_one = max(1, round(loaded / (read * per_thread))) if read else 1
@@ -219,15 +259,16 @@ def has_fp8_results(source: str) -> bool:
 
 
 def nan_instructions(name: str, source: str) -> int:
-    """Count the PTX instructions `min.NaN` and `max.NaN` of a kernel. Its configurations have the same ones."""
+    """Count the PTX instructions `min.NaN` and `max.NaN` of a kernel. Its configurations have the
+    same ones."""
     tuner = tuner_of(name, source)
     made = made_for(machine.CHIPS["H200"].target, tuner, tuner.configs[0])
     return len(re.findall(r"\b(?:min|max)(?:\.ftz)?\.NaN", made.asm["ptx"]))
 
 
 def bytewise_stores(name: str, source: str) -> int:
-    """Return the elements that a reduction kernel stores byte by byte at a stride, in each of its configurations:
-    neighbouring bytes are stored so far apart in time that no cache joins them."""
+    """Return the elements that a reduction kernel stores byte by byte at a stride, in each of its
+    configurations: neighbouring bytes are stored so far apart in time that no cache joins them."""
     if "@triton_heuristics.pointwise" in source:
         return 0
     addresses = re.findall(r"tl\.store\(\w+ \+ \(([^\n]*?)\), ", source)
@@ -236,13 +277,22 @@ def bytewise_stores(name: str, source: str) -> int:
         return 0
     tuner = tuner_of(name, source)
     codes = (_compiled(tuner, config) for config in tuner.configs)
-    if min(sum(each.kind == "STG" and each.bytes == 1 for each in code.operations) for code in codes) < 4:
+    if (
+        min(
+            sum(each.kind == "STG" and each.bytes == 1 for each in code.operations)
+            for code in codes
+        )
+        < 4
+    ):
         return 0
     return strided * math.prod(_sizes(source).values())
 
 
 def _sizes(source: str) -> dict[str, int]:
-    return {axis: int(size) for axis, size in re.findall(r"^\s+([xyzr]\d?_?numel) = (\d+)", source, re.M)}
+    return {
+        axis: int(size)
+        for axis, size in re.findall(r"^\s+([xyzr]\d?_?numel) = (\d+)", source, re.M)
+    }
 
 
 def _compiled(tuner, config) -> Code:
@@ -258,7 +308,11 @@ def made_for(target, tuner, config):
     meta = tuner.triton_meta
     constants = dict(meta.get("constants", {})) | dict(config.kwargs)
     signature = dict(meta["signature"]) | dict.fromkeys(config.kwargs, "constexpr")
-    constants |= {name: None for name, kind in signature.items() if kind == "constexpr" and name not in constants}
+    constants |= {
+        name: None
+        for name, kind in signature.items()
+        if kind == "constexpr" and name not in constants
+    }
     attributes = {tuple(at): value for at, value in meta["configs"][0].items()}
     return triton.compile(
         ASTSource(tuner.fn, signature=signature, constexprs=constants, attrs=attributes),

@@ -1,8 +1,8 @@
-"""Record the eager GPU code outside the decoder layers: embedding, last norm, head and loss, forward and backward. It
-consists of PyTorch's operators, this package's kernels, and products.
+"""Record the eager GPU code outside the decoder layers: embedding, last norm, head and loss,
+forward and backward. It consists of PyTorch's operators, this package's kernels, and products.
 
-The step runs on fake CPU tensors, without values but with autograd. Several operators that replace one GPU kernel of
-the package count as that kernel.
+The step runs on fake CPU tensors, without values but with autograd. Several operators that replace
+one GPU kernel of the package count as that kernel.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ class Recorder(TorchDispatchMode):
         self._inside = 0
 
     def stand_in(self) -> None:
-        """Record kernels and FP8 products of this package as such, from now on and in this whole process."""
+        """Record kernels and FP8 products of this package as such, from now on and in this whole
+        process."""
         from eager_calls import everywhere
 
         from fp8_backends.compute import products
         from fp8_backends.kernels import backward as loss
         from fp8_backends.kernels import quantize as quantization
 
-        costs = {quantization.quantize: of_cast, quantization.quantize_blocks: of_cast, loss.cross_entropy: of_loss}
+        costs = {
+            quantization.quantize: of_cast,
+            quantization.quantize_blocks: of_cast,
+            loss.cross_entropy: of_loss,
+        }
         for function, kernels_of in costs.items():
             everywhere(function, self._noted(function, kernels_of))
         everywhere(products.engine_for, lambda *_: products.SCALED_MM)
@@ -69,7 +74,9 @@ class Recorder(TorchDispatchMode):
 
         return wrapped
 
-    def _scaled_product(self, a, b, out_dtype, fast_accumulation=False, sums="exact") -> torch.Tensor:
+    def _scaled_product(
+        self, a, b, out_dtype, fast_accumulation=False, sums="exact"
+    ) -> torch.Tensor:
         (m, k), n = a.codes.shape, b.codes.shape[0]
         dtype, out = (str(each).removeprefix("torch.") for each in (a.codes.dtype, out_dtype))
         rowwise = a.scale_inv.numel() == m
@@ -100,8 +107,8 @@ def _tensors(values: object) -> Iterator[torch.Tensor]:
 
 
 def of_cast(given: dict) -> Kernels:
-    """Count a cast of a matrix to FP8: a pass for the amax, unless it or a scale is known, and a pass that writes the
-    codes."""
+    """Count a cast of a matrix to FP8: a pass for the amax, unless it or a scale is known, and a
+    pass that writes the codes."""
     x, read = given["x"], given["x"].nbytes
     cast = ("cast", read + x.numel() * (given["rows"] + given["columns"]))
     is_known = "blocks" in given or given["scale"] is not None or given["amax"] is not None
@@ -120,7 +127,8 @@ def recorded(build: Callable[[], nn.Module], spec: str, tokens: int) -> Recorder
     model = build().train()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = model.to_empty(device="cpu")
-        fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # else it keeps swapped weights alive
+        # else it keeps swapped weights alive
+        fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
         convert(model, spec)
         model._forward_pre_hooks.clear()  # once a step, for all layers together
         model.model.layers = nn.ModuleList()

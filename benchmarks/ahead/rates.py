@@ -2,8 +2,8 @@
 
     rates.py
 
-prints two kinds of errors: of each measured shape, left out of the fit, and of figures published by others, never in
-it.
+prints two kinds of errors: of each measured shape, left out of the fit, and of figures published by
+others, never in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from measuring import table  # noqa: E402
 
 from fp8_backends.compute.rates import BF16, FAST, FP8, FP32_RESULT, KINDS, ROWWISE  # noqa: E402, F401
 
-"""Products of `gpu/limits.py` have the names of the package's curves. The last one accumulates fast."""
+"""Products of `gpu/limits.py` have the names of the package's curves. The last one accumulates
+fast."""
 Shape = tuple[int, int, int]
 """(m, k, n) of [m, k] x [k, n]."""
 RECORD = Path(__file__).resolve().parents[1] / "results" / "limits_gpu.json"
@@ -40,16 +41,22 @@ def measured() -> dict[str, dict[Shape, float]]:
 def curve(points: dict[Shape, float]) -> list[float]:
     """Fit 1 / rate = c0 + c1 / m + c2 / k + c3 / n, with the least squares of relative errors.
 
-    An operation costs c0 in tensor cores; the second operand, the result and the first operand have 1 / m, 1 / k and
-    1 / n of an element per multiplication. Coefficients below zero are left out, one by one.
+    An operation costs c0 in tensor cores; the second operand, the result and the first operand have
+    1 / m, 1 / k and 1 / n of an element per multiplication. Coefficients below zero are left out,
+    one by one.
     """
     rates = torch.tensor(list(points.values()), dtype=torch.float64)[:, None]
     shapes = torch.tensor(list(points), dtype=torch.float64)
     terms = rates * torch.cat([torch.ones_like(rates), 1 / shapes], 1)
-    coefficients, used = torch.full((4,), -1.0, dtype=torch.float64), torch.ones(4, dtype=torch.bool)
+    coefficients, used = (
+        torch.full((4,), -1.0, dtype=torch.float64),
+        torch.ones(4, dtype=torch.bool),
+    )
     while (coefficients < 0).any():
         coefficients = torch.zeros(4, dtype=torch.float64)
-        coefficients[used] = torch.linalg.lstsq(terms[:, used], torch.ones_like(rates)).solution[:, 0]
+        coefficients[used] = torch.linalg.lstsq(terms[:, used], torch.ones_like(rates)).solution[
+            :, 0
+        ]
         used[coefficients.argmin()] &= coefficients.min() >= 0
     return coefficients.tolist()
 
@@ -72,7 +79,9 @@ def seconds(kind: str, m: int, k: int, n: int) -> float:
 def left_out(kind: str) -> dict[Shape, float]:
     """Return relative errors of each measured shape's rate by the curve of all other shapes."""
     points = measured()[kind]
-    others = {shape: {each: value for each, value in points.items() if each != shape} for shape in points}
+    others = {
+        shape: {each: value for each, value in points.items() if each != shape} for shape in points
+    }
     return {shape: rate(kind, *shape, curve(others[shape])) / points[shape] - 1 for shape in points}
 
 
@@ -86,12 +95,17 @@ class Published(NamedTuple):
     @property
     def error(self) -> float:
         flops = sum(2 * m * k * n for _, (m, k, n) in self.products)
-        return flops / sum(seconds(kind, *shape) for kind, shape in self.products) / self.flops_per_second - 1
+        return (
+            flops
+            / sum(seconds(kind, *shape) for kind, shape in self.products)
+            / self.flops_per_second
+            - 1
+        )
 
 
 def _of_a_layer() -> list[Published]:
-    """Return the sums of a layer's four products in TransformerEngine's `gemm_profiling.rst`, operands in FP8 before
-    the clock starts: milliseconds of forward, dgrad and wgrad."""
+    """Return the sums of a layer's four products in TransformerEngine's `gemm_profiling.rst`,
+    operands in FP8 before the clock starts: milliseconds of forward, dgrad and wgrad."""
     tokens, layers = 15_872, [(4096, 12_288), (4096, 4096), (4096, 16_384), (16_384, 4096)]
     shapes = {
         "forward": [(tokens, k, n) for k, n in layers],
@@ -104,7 +118,10 @@ def _of_a_layer() -> list[Published]:
         Published(
             "TransformerEngine, H200 NVL",
             f"{name} {product}",
-            [(BF16 if name == "bf16" else FAST if product == "forward" else FP8, shape) for shape in shapes[product]],
+            [
+                (BF16 if name == "bf16" else FAST if product == "forward" else FP8, shape)
+                for shape in shapes[product]
+            ],
             flops / (milliseconds * 1e-3),
         )
         for name, times in found.items()
@@ -119,8 +136,14 @@ def published() -> list[Published]:
     head.append((FP32_RESULT, (768, 16_384, 50_304), 1542))
     by_k = {256: 569, 512: 858, 1024: 1129, 2048: 1343, 4096: 1467, 8192: 1507, 16_384: 1541}
     return [
-        *(Published(trace, f"{kind}, K = {shape[1]:,}", [(kind, shape)], 1e12 * found) for kind, shape, found in head),
-        *(Published(tilelang, f"K = {k:,}", [(FAST, (8192, k, 8192))], 1e12 * found) for k, found in by_k.items()),
+        *(
+            Published(trace, f"{kind}, K = {shape[1]:,}", [(kind, shape)], 1e12 * found)
+            for kind, shape, found in head
+        ),
+        *(
+            Published(tilelang, f"K = {k:,}", [(FAST, (8192, k, 8192))], 1e12 * found)
+            for k, found in by_k.items()
+        ),
         *_of_a_layer(),
     ]
 
@@ -131,11 +154,22 @@ def printed() -> str:
         errors = left_out(kind)
         worst = max(errors, key=lambda shape: abs(errors[shape]))
         at = "x".join(map(str, worst))
-        rows.append([kind, len(errors), f"{median(errors.values()):.1%}", f"{errors[worst]:+.1%}", at])
-    parts = [table(["product, a shape left out", "shapes", "median error", "worst", "at m x k x n"], rows)]
-    rows = [[each.source, each.what, each.flops_per_second / 1e12, f"{each.error:+.1%}"] for each in published()]
+        rows.append(
+            [kind, len(errors), f"{median(errors.values()):.1%}", f"{errors[worst]:+.1%}", at]
+        )
+    parts = [
+        table(
+            ["product, a shape left out", "shapes", "median error", "worst", "at m x k x n"], rows
+        )
+    ]
+    rows = [
+        [each.source, each.what, each.flops_per_second / 1e12, f"{each.error:+.1%}"]
+        for each in published()
+    ]
     rows.append(["all", "median", "-", f"{median(each.error for each in published()):.1%}"])
-    return "\n\n".join([*parts, table(["published, not fitted", "product", "TFLOP/s", "error"], rows)])
+    return "\n\n".join(
+        [*parts, table(["published, not fitted", "product", "TFLOP/s", "error"], rows)]
+    )
 
 
 def median(errors) -> float:

@@ -1,4 +1,5 @@
-"""Seconds on a chip: of a kernel from its bytes and instructions, of a product from its operations."""
+"""Seconds on a chip: of a kernel from its bytes and instructions, of a product from its
+operations."""
 
 from __future__ import annotations
 
@@ -20,10 +21,14 @@ SMALL = 32_000_000
 
 
 def of_kernel(bytes_: float, work: Work, chip: Chip) -> float:
-    """Return the longest time: of memory, of instruction issue, or of a unit missing in some lanes."""
+    """Return the longest time: of memory, of instruction issue, or of a unit missing in some
+    lanes."""
     cycles = chip.multiprocessors * chip.clock * ISSUED
     lanes = (LANES, LANES / 2, LANES / 8)
-    return max(bytes_ / (OF_A_COPY * chip.copy), *(n / (cycles * lane) for n, lane in zip(work, lanes, strict=True)))
+    return max(
+        bytes_ / (OF_A_COPY * chip.copy),
+        *(n / (cycles * lane) for n, lane in zip(work, lanes, strict=True)),
+    )
 
 
 def of_bytes(bytes_: float, chip: Chip) -> float:
@@ -38,24 +43,30 @@ def of_generated(kernel: Kernel, chip: Chip, machine_code: bool = True) -> float
 
 
 def best(kernel: Kernel, chip: Chip) -> tuple[float, Analysis]:
-    """Return the seconds of the fastest configuration. Try further ones if instructions take longer than memory."""
+    """Return the seconds of the fastest configuration. Try further ones if instructions take longer
+    than memory."""
     of = kernel.name, kernel.source
     found = of_inductor(*of)
     seconds = of_kernel(kernel.bytes, found.work, chip)
     if seconds > of_kernel(kernel.bytes, NOTHING, chip):
         for number in range(1, configurations(*of)):
             other = of_inductor(*of, number)
-            seconds, found = min((seconds, found), (of_kernel(kernel.bytes, other.work, chip), other))
+            seconds, found = min(
+                (seconds, found), (of_kernel(kernel.bytes, other.work, chip), other)
+            )
     return seconds, found
 
 
 def of_product(product: Product) -> float:
-    """Time a product on an H200 or H100. Rows' scales are timed with fast accumulation, their only measurement."""
+    """Time a product on an H200 or H100. Rows' scales are timed with fast accumulation, their only
+    measurement."""
     shape = product.m, product.k, product.n
     if "float8" not in product.dtype:
         slower = {"bfloat16": 1, "float16": 1, "float32": 16}[product.dtype]
         return slower * rates.seconds(rates.BF16, *shape) + BETWEEN_KERNELS
-    kind = rates.ROWWISE if product.rowwise else rates.FAST if product.fast_accumulation else rates.FP8
+    kind = (
+        rates.ROWWISE if product.rowwise else rates.FAST if product.fast_accumulation else rates.FP8
+    )
     seconds = rates.seconds(kind, *shape)
     if product.out_dtype == "float32":
         seconds += rates.seconds(rates.FP32_RESULT, *shape) - rates.seconds(rates.FP8, *shape)
@@ -64,6 +75,13 @@ def of_product(product: Product) -> float:
 
 def of_attention(attention: Attention) -> float:
     backward = "backward" in attention.operator
-    flops = 4.0 * attention.batch * attention.heads * attention.queries * attention.keys * attention.width
+    flops = (
+        4.0
+        * attention.batch
+        * attention.heads
+        * attention.queries
+        * attention.keys
+        * attention.width
+    )
     flops *= (2.5 if backward else 1) * (0.5 if attention.causal else 1)
     return flops / ATTENTION["backward" if backward else "forward"]

@@ -16,7 +16,10 @@ TORCHAO = "torchao"
 def split(spec: str) -> tuple[str, dict[str, Any]]:
     """`native:dynamic?field=value&other=1`: a backend and fields of its recipe."""
     backend, _, told = spec.partition("?")
-    return backend, {name: _value(text) for name, _, text in (each.partition("=") for each in told.split("&") if each)}
+    return backend, {
+        name: _value(text)
+        for name, _, text in (each.partition("=") for each in told.split("&") if each)
+    }
 
 
 def _value(text: str) -> Any:
@@ -38,7 +41,9 @@ def convert(model: nn.Module, spec: str) -> nn.Module:
     if backend == TORCHAO:
         from torchao.float8 import convert_to_float8_training
 
-        convert_to_float8_training(model, module_filter_fn=lambda module, name: "lm_head" not in name)
+        convert_to_float8_training(
+            model, module_filter_fn=lambda module, name: "lm_head" not in name
+        )
     elif backend != PLAIN:
         import fp8_backends
 

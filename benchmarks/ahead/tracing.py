@@ -1,7 +1,8 @@
 """Trace forward and backward of a module on an absent GPU, as graphs of PyTorch's operators.
 
-Dynamo traces with fake GPU tensors, so device checks take the GPU's branch. PyTorch's autograd cannot run on these:
-Dynamo's graph passes AOTAutograd on fake CPU tensors, and the result moves back to the GPU.
+Dynamo traces with fake GPU tensors, so device checks take the GPU's branch. PyTorch's autograd
+cannot run on these: Dynamo's graph passes AOTAutograd on fake CPU tensors, and the result moves
+back to the GPU.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 PRODUCT = re.compile(r"^_?(scaled_)?(grouped_)?(mm|addmm|bmm|baddbmm)(_v2)?$")
 VIEWS = frozenset(
-    "view t transpose permute reshape unsqueeze select slice detach alias expand _unsafe_view empty empty_like "
-    "new_empty empty_strided unbind split narrow as_strided squeeze _reshape_alias view_as new_empty_strided "
-    "split_with_sizes is_same_size lift_fresh".split()
+    "view t transpose permute reshape unsqueeze select slice detach alias expand _unsafe_view "
+    "empty empty_like new_empty empty_strided unbind split narrow as_strided squeeze "
+    "_reshape_alias view_as new_empty_strided split_with_sizes is_same_size lift_fresh".split()
 )
 """Operators without a launch."""
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -47,9 +48,11 @@ class _Piece(NamedTuple):
     autocast: torch.dtype | None
 
 
-def traced(function: Callable, *arguments, decompositions: dict | None = None, **keywords) -> Traced:
-    """Call inside `FakeTensorMode`, with fake GPU tensors; the current autocast applies. Without decompositions the
-    graphs have the operators that eager PyTorch would call."""
+def traced(
+    function: Callable, *arguments, decompositions: dict | None = None, **keywords
+) -> Traced:
+    """Call inside `FakeTensorMode`, with fake GPU tensors; the current autocast applies. Without
+    decompositions the graphs have the operators that eager PyTorch would call."""
     pieces: list[_Piece] = []
 
     def keep(module: fx.GraphModule, inputs: list) -> Callable:
@@ -126,7 +129,8 @@ def _differentiated(piece: _Piece, decompositions: dict | None) -> Traced:
 
 
 def on_gpu(graph: Graph) -> tuple[FakeTensorMode, list[Any]]:
-    """Bring a graph to the GPU: devices, and the fake results in its metadata. Returns the mode and inputs of it."""
+    """Bring a graph to the GPU: devices, and the fake results in its metadata. Returns the mode and
+    inputs of it."""
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     _move(graph.module, GPU)

@@ -1,6 +1,8 @@
-"""Compare FP8 on this GPU with the CPU's numbers: every kind of product, and a training step of each backend.
+"""Compare FP8 on this GPU with the CPU's numbers: every kind of product, and a training step of
+each backend.
 
-Prints a line a check and exits with 1 if any failed. `--device cpu` rehearses the same checks without a GPU.
+Prints a line a check and exits with 1 if any failed. `--device cpu` rehearses the same checks
+without a GPU.
 """
 
 from __future__ import annotations
@@ -31,19 +33,31 @@ from fp8_backends.kernels.adam import AdamSteps, Job, Slot, adam_hyper  # noqa: 
 from fp8_backends.kernels.adam_table import measured
 from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize  # noqa: F401
 
-SCALINGS = [f"native:{rule}" for rule in ("dynamic", "delayed", "rowwise", "window", "blockwise", "mxfp8")]
+SCALINGS = [
+    f"native:{rule}" for rule in ("dynamic", "delayed", "rowwise", "window", "blockwise", "mxfp8")
+]
 QUICK = SCALINGS[:2]
-"""The rules of the quick checks. Triton compiles a kernel for each rule, format, dtype and alignment, about a second
-each: all checks need some 140, the quick ones some 30."""
+"""The rules of the quick checks. Triton compiles a kernel for each rule, format, dtype and
+alignment, about a second each: all checks need some 140, the quick ones some 30."""
 FEATURES = {
     "native:nvfp4, the head too": {"include": "+lm_head"},
-    "native:dynamic, wgrad in bf16, dgrad rowwise": {"products": {"wgrad": "bf16", "dgrad": "rowwise"}},
-    "native:dynamic, layers of several backends": {"layers": {"*.down_proj": "native:mxfp8", "*.q_proj": "ao:rowwise"}},
-    "native:dynamic, rowwise from step 2, bf16 from step 4": {"schedule": {2: "native:rowwise", 4: "bf16"}},
+    "native:dynamic, wgrad in bf16, dgrad rowwise": {
+        "products": {"wgrad": "bf16", "dgrad": "rowwise"}
+    },
+    "native:dynamic, layers of several backends": {
+        "layers": {"*.down_proj": "native:mxfp8", "*.q_proj": "ao:rowwise"}
+    },
+    "native:dynamic, rowwise from step 2, bf16 from step 4": {
+        "schedule": {2: "native:rowwise", 4: "bf16"}
+    },
     "native:dynamic, fused head": {"fused_head": True},
     "native:rowwise, fused head in FP8": {"fused_head": True, "include": "+lm_head"},
     "native:dynamic, FP8 activations": {"saved_activations": "fp8"},
-    "native:blockwise, monitor and guard": {"monitor_every": 1, "monitor_file": os.devnull, "guard": "warn"},
+    "native:blockwise, monitor and guard": {
+        "monitor_every": 1,
+        "monitor_file": os.devnull,
+        "guard": "warn",
+    },
     "msamp:O4, FP8 activations": {"saved_activations": "fp8"},
     "msamp:O4, gradient release": {"gradient_release": True},
     "te+msamp:O2": {},
@@ -54,7 +68,10 @@ RESULTS: list[dict] = []
 
 def check(name: str, passed: bool, **figures) -> None:
     RESULTS.append({"check": name, "passed": bool(passed), **figures})
-    print(f"{'ok  ' if passed else 'FAIL'} {name} {json.dumps(figures) if figures else ''}", flush=True)
+    print(
+        f"{'ok  ' if passed else 'FAIL'} {name} {json.dumps(figures) if figures else ''}",
+        flush=True,
+    )
 
 
 def attempt(name: str, function, *arguments) -> None:
@@ -75,29 +92,44 @@ CASTS = {
     "tensor": lambda x, fmt: quantization.quantize(x, fmt),
     "given": lambda x, fmt: quantization.quantize(x, fmt, torch.tensor(8.0, device=x.device)),
     **{
-        name: functools.partial(lambda blocks, x, fmt: quantization.quantize_blocks(x, blocks, fmt), blocks)
-        for name, blocks in (("rowwise", ROWS), ("1x128", VECTORS), ("128x128", SQUARES), ("mxfp8", MX))
+        name: functools.partial(
+            lambda blocks, x, fmt: quantization.quantize_blocks(x, blocks, fmt), blocks
+        )
+        for name, blocks in (
+            ("rowwise", ROWS),
+            ("1x128", VECTORS),
+            ("128x128", SQUARES),
+            ("mxfp8", MX),
+        )
     },
 }
 
 
 def same_codes(name: str, device: str, quick: bool) -> None:
     kinds = {kind: CASTS[kind] for kind in ("tensor", "given")} if quick else CASTS
-    for fmt, dtype, (kind, cast) in itertools.product((E4M3, E5M2), (torch.float32, torch.bfloat16), kinds.items()):
+    for fmt, dtype, (kind, cast) in itertools.product(
+        (E4M3, E5M2), (torch.float32, torch.bfloat16), kinds.items()
+    ):
         x = torch.randn(384, 256).to(dtype)
         x[0, :5] = torch.tensor([0.0, 1e-8, 1e4, -3e4, 7.0])
         here, there = cast(x, fmt), cast(x.to(device), fmt)
         for layout in ("along_columns", "along_rows"):
             (a, a_scale), (b, b_scale) = getattr(here, layout)(), getattr(there, layout)()
-            equal = torch.equal(a.contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
+            equal = torch.equal(
+                a.contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8)
+            )
             scales = torch.equal(a_scale.contiguous(), b_scale.cpu().contiguous())
             check(f"{name} {fmt.name} {dtype} {kind} {layout}", equal and scales)
 
 
 def products(name: str, device: str, compiled: bool, quick: bool) -> None:
-    """y, dx, dw, db of one layer on the device against the same layer on the CPU, ragged sizes included."""
-    formats = ("HYBRID",) if compiled or quick else ("HYBRID", "E4M3")  # each case is compiled again
-    rules, dtypes = (QUICK, (torch.bfloat16,)) if quick else (SCALINGS, (torch.bfloat16, torch.float32))
+    """y, dx, dw, db of one layer on the device against the same layer on the CPU, ragged sizes
+    included."""
+    # each case is compiled again
+    formats = ("HYBRID",) if compiled or quick else ("HYBRID", "E4M3")
+    rules, dtypes = (
+        (QUICK, (torch.bfloat16,)) if quick else (SCALINGS, (torch.bfloat16, torch.float32))
+    )
     grid = itertools.product(rules, formats, dtypes, ((256, 256, 512), (50, 33, 72)))
     for backend, fmt, dtype, (tokens, n_in, n_out) in grid:
         torch._dynamo.reset()
@@ -117,9 +149,12 @@ def products(name: str, device: str, compiled: bool, quick: bool) -> None:
                 y.backward(dy.to(where))
             counts = model[0].fp8_products[:3].tolist()
             made[where] = (y, x_here.grad, model[0].weight.grad, model[0].bias.grad, counts)
-        figures = [round(sqnr(a, b), 1) for a, b in zip(made["cpu"][:4], made[device][:4], strict=True)]
+        figures = [
+            round(sqnr(a, b), 1) for a, b in zip(made["cpu"][:4], made[device][:4], strict=True)
+        ]
         exact = made["cpu"][4] == made[device][4] == [3, 3, 3]
-        # two bf16 roundings and Hopper's fast accumulation (about 14 bits) apart: far above FP8's own 32 dB
+        # two bf16 roundings and Hopper's fast accumulation (about 14 bits) apart: far above FP8's
+        # own 32 dB
         label = f"{name} {backend} {fmt} {str(dtype)[6:]} {tokens}x{n_in}x{n_out}"
         check(label, exact and min(figures) > 45, sqnr_y_dx_dw_db=figures)
 
@@ -136,7 +171,8 @@ def non_finite(name: str, device: str, quick: bool) -> None:
 
 
 def optimizer_step(name: str, device: str, compiled: bool, quick: bool) -> None:
-    """Five steps of the fused Adam on the device against five on the CPU: the stored bits, with the same randomness."""
+    """Five steps of the fused Adam on the device against five on the CPU: the stored bits, with the
+    same randomness."""
     kinds = {"O1": (torch.float32, torch.float32), "O2": (torch.float8_e4m3fn, torch.float16)}
     kinds = {"O2": kinds["O2"]} if quick else kinds
     roundings = ("stochastic",) if quick else ("stochastic", "nearest")
@@ -146,17 +182,22 @@ def optimizer_step(name: str, device: str, compiled: bool, quick: bool) -> None:
             generator = torch.Generator().manual_seed(0)
             draw = functools.partial(torch.randn, 300, 1000, generator=generator)
             weight = quantize(draw() * 0.02, torch.float16).to(where)
-            states = [_state(torch.zeros(300, 1000), dtype).to(where) for dtype in (exp_avg, exp_avg_sq)]
+            states = [
+                _state(torch.zeros(300, 1000), dtype).to(where) for dtype in (exp_avg, exp_avg_sq)
+            ]
             for step in range(1, 6):
                 gradient = quantize(draw(), torch.float8_e4m3fn).to(where)
-                hyper = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(step)), torch.device(where))
+                hyper = adam_hyper(
+                    1e-3, (0.9, 0.999), 1e-8, 0.1, torch.tensor(float(step)), torch.device(where)
+                )
                 slots = [_slot(each) for each in (weight, gradient, *states)]
                 job = Job(*slots, hyper, decoupled=True, maximize=False, rounding=rounding, seed=3)
                 job = job._replace(record=measured(*job.written))
                 AdamSteps([job], fused=compiled and where == device).run()
             made[where] = [_data(each).cpu() for each in (weight, *states)]
         pairs = zip(made["cpu"], made[device], strict=True)
-        # square roots and fused multiplications differ in FP32's last bit, and sometimes change a rounding
+        # square roots and fused multiplications differ in FP32's last bit, and sometimes change a
+        # rounding
         differing = [(~_equal(a, b)).float().mean().item() for a, b in pairs]
         passed = max(differing) <= 1e-2
         check(f"{name} {level} {rounding}", passed, differing_weight_exp_avg_exp_avg_sq=differing)
@@ -176,11 +217,16 @@ def _data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _slot(tensor: torch.Tensor) -> Slot:
-    return Slot(tensor.codes, tensor.scale_inv) if isinstance(tensor, ScaledTensor) else Slot(tensor, None)
+    return (
+        Slot(tensor.codes, tensor.scale_inv)
+        if isinstance(tensor, ScaledTensor)
+        else Slot(tensor, None)
+    )
 
 
 def on_cpu(backend: str) -> str:
-    """Return the backend for the CPU's numbers: the native rule for `te`, which computes on GPUs only."""
+    """Return the backend for the CPU's numbers: the native rule for `te`, which computes on GPUs
+    only."""
     return backend.replace("te+", "te:delayed+").replace("te:", "native:")
 
 
@@ -197,12 +243,18 @@ def training(name: str, device: str, label: str, compiled: bool, **fields) -> No
         AcceleratorState._reset_state(True)
         there = on_cpu(backend) if where == "cpu" else backend
         handler = fp8_backends.FP8RecipeKwargs(backend=there, **fields)
-        accelerator = Accelerator(mixed_precision="fp8", cpu=where == "cpu", kwargs_handlers=[handler])
+        accelerator = Accelerator(
+            mixed_precision="fp8", cpu=where == "cpu", kwargs_handlers=[handler]
+        )
         model = build("tiny", 64, "cpu")
         model.load_state_dict(initial)
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        )
         run = torch.compile(model) if compiled and where == device else model
-        batch = torch.randint(256, (8, 64), generator=torch.Generator().manual_seed(0)).to(accelerator.device)
+        batch = torch.randint(256, (8, 64), generator=torch.Generator().manual_seed(0)).to(
+            accelerator.device
+        )
         losses[where] = []
         for _ in range(6):
             loss = run(input_ids=batch, labels=batch).loss
@@ -213,12 +265,21 @@ def training(name: str, device: str, label: str, compiled: bool, **fields) -> No
         share = fp8_backends.audit(model, optimizer).flops_share
     gap = max(abs(a - b) for a, b in zip(losses["cpu"], losses[device], strict=True))
     falls = losses[device][-1] < losses[device][0]
-    # a shared batch and shared weights: only accumulation order and bf16 kernels differ, and six steps let it grow
-    check(f"{name} {label}", gap < 0.03 and falls and share > 0.5, gap=gap, losses=losses[device], fp8_share=share)
+    # a shared batch and shared weights: only accumulation order and bf16 kernels differ, and six
+    # steps let it grow
+    check(
+        f"{name} {label}",
+        gap < 0.03 and falls and share > 0.5,
+        gap=gap,
+        losses=losses[device],
+        fp8_share=share,
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--backends",
@@ -226,16 +287,25 @@ def main() -> int:
         "ao:tensorwise,ao:rowwise,msamp:O1,msamp:O2,msamp:O3",
     )
     parser.add_argument("--compile", action="store_true", help="only the compiled forms")
-    parser.add_argument("--features", action="store_true", help="trainings with other fields, and nothing else")
-    parser.add_argument("--quick", action="store_true", help="few kernels: those that most trainings use")
+    parser.add_argument(
+        "--features", action="store_true", help="trainings with other fields, and nothing else"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few kernels: those that most trainings use"
+    )
     parser.add_argument("--out", help="folder for check.json")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device = arguments.device
     engine = engine_for(torch.device(device), torch.bfloat16)
-    check("engine", engine == "scaled_mm" if device == "cuda" else engine.endswith("-exact"), engine=engine)
+    check(
+        "engine",
+        engine == "scaled_mm" if device == "cuda" else engine.endswith("-exact"),
+        engine=engine,
+    )
     mode = "compiled" if arguments.compile else "eager"
-    # else Inductor's division on a GPU may change a scale's last bit, and with it every code on a tie
+    # else Inductor's division on a GPU may change a scale's last bit, and with it every code on a
+    # tie
     torch._inductor.config.eager_numerics.division_rounding = True
     if not arguments.features:
         if not arguments.compile:
@@ -245,7 +315,9 @@ def main() -> int:
         attempt(f"products {mode}", products, device, arguments.compile, arguments.quick)
     trained = FEATURES if arguments.features else dict.fromkeys(arguments.backends.split(","), {})
     for label, fields in trained.items():
-        available = fp8_backends.available_backends()[fp8_backends.resolve(label.split(",")[0]).compute]
+        available = fp8_backends.available_backends()[
+            fp8_backends.resolve(label.split(",")[0]).compute
+        ]
         if available.can_run:
             run = functools.partial(training, **fields)
             attempt(f"training {mode}", run, device, label, arguments.compile)

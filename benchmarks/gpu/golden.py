@@ -1,14 +1,15 @@
-"""Record golden tensors of TransformerEngine, the results of its kernels on small inputs, and compare them with
-`native`.
+"""Record golden tensors of TransformerEngine, the results of its kernels on small inputs, and
+compare them with `native`.
 
     python benchmarks/gpu/golden.py --out DIR          on a GPU: records DIR/te_golden.safetensors, then compares
     python benchmarks/gpu/golden.py --compare FILE     anywhere, without TransformerEngine: compares only
 
-One `te.Linear` without bias, five steps: ordinary values, a hundred times as large, all zero, an inf, ordinary again.
-Recorded for each recipe and step: input, weight and output gradient; their FP8 codes and scale_inv as the products get
-them, in both directions for blocks; output and gradients; scales and amax histories after the step. `native` must match
-codes, scales and histories bitwise; products are compared with exact products of the recorded codes. Exits with 1 at a
-difference, with 2 if TransformerEngine cannot run. `--standin` rehearses on a CPU.
+One `te.Linear` without bias, five steps: ordinary values, a hundred times as large, all zero, an
+inf, ordinary again. Recorded for each recipe and step: input, weight and output gradient; their FP8
+codes and scale_inv as the products get them, in both directions for blocks; output and gradients;
+scales and amax histories after the step. `native` must match codes, scales and histories bitwise;
+products are compared with exact products of the recorded codes. Exits with 1 at a difference, with
+2 if TransformerEngine cannot run. `--standin` rehearses on a CPU.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ TOKENS, IN, OUT = 16, 144, 16  # a second, partial block of 128 in the input
 HISTORY = 4
 RECIPES = {
     # name: (TransformerEngine's class, its fields, formats of forward and gradient)
-    "delayed_max": ("DelayedScaling", {"amax_history_len": HISTORY, "amax_compute_algo": "max"}, (E4M3, E5M2)),
+    "delayed_max": (
+        "DelayedScaling",
+        {"amax_history_len": HISTORY, "amax_compute_algo": "max"},
+        (E4M3, E5M2),
+    ),
     "delayed_recent": (
         "DelayedScaling",
         {"amax_history_len": HISTORY, "amax_compute_algo": "most_recent"},
@@ -114,7 +119,8 @@ def watched(multiply: Any, found: dict[str, torch.Tensor], prefix: str) -> Any:
 
 
 def keep_operand(found: dict[str, torch.Tensor], key: str, operand: Any) -> None:
-    """Codes (uint8) and scale_inv of one of TransformerEngine's quantized tensors, as rows of the contraction."""
+    """Codes (uint8) and scale_inv of one of TransformerEngine's quantized tensors, as rows of the
+    contraction."""
     columns = key.endswith("_columns")
     if hasattr(operand, "_rowwise_data"):
         side = "columnwise" if columns else "rowwise"
@@ -135,7 +141,10 @@ def keep_state(found: dict[str, torch.Tensor], prefix: str, layer: Any) -> None:
     forward, backward = layer.fp8_meta["scaling_fwd"], layer.fp8_meta["scaling_bwd"]
     scale = torch.cat([forward.scale[:2], backward.scale[:1]])
     history = torch.cat([forward.amax_history[:, :2], backward.amax_history[:, :1]], dim=1)
-    found |= {f"{prefix}scale": scale.detach().cpu(), f"{prefix}amax_history": history.detach().cpu()}
+    found |= {
+        f"{prefix}scale": scale.detach().cpu(),
+        f"{prefix}amax_history": history.detach().cpu(),
+    }
 
 
 # Comparing with `native`
@@ -153,7 +162,9 @@ def differences(found: dict[str, torch.Tensor]) -> list[str]:
                 fmt = formats[operand == "dy"]
                 if name.startswith("delayed"):
                     amax = scaling.tensor_amax(scaling.without_nan(tensor))
-                    made = quantize(tensor, fmt, scaling.delayed_scale(state, number)).along_columns()
+                    made = quantize(
+                        tensor, fmt, scaling.delayed_scale(state, number)
+                    ).along_columns()
                     scaling.record_amax(state, number, amax)
                     wrong += unequal(found, prefix + operand, made)
                 elif name == "dynamic":
@@ -161,10 +172,14 @@ def differences(found: dict[str, torch.Tensor]) -> list[str]:
                 else:
                     blocks = scaling.SQUARES if operand == "w" else scaling.VECTORS
                     wrong += unequal(found, prefix + operand, blocks.quantize(tensor, fmt))
-                    wrong += unequal(found, f"{prefix}{operand}_columns", blocks.quantize(tensor.T, fmt))
+                    wrong += unequal(
+                        found, f"{prefix}{operand}_columns", blocks.quantize(tensor.T, fmt)
+                    )
             if name.startswith("delayed"):
                 maxima = torch.tensor([formats[0].max, formats[0].max, formats[1].max])
-                state = scaling.rolled_delayed_states(state[None], maxima, 0, fields["amax_compute_algo"], 1)[0]
+                state = scaling.rolled_delayed_states(
+                    state[None], maxima, 0, fields["amax_compute_algo"], 1
+                )[0]
                 wrong += unequal_state(found, prefix, state)
             wrong += wrong_products(found, prefix, formats)
     return wrong
@@ -178,22 +193,33 @@ def unequal(found: dict[str, torch.Tensor], key: str, made: scaling.Quantized) -
     ours = torch.atleast_2d(made.scale_inv)
     theirs = torch.atleast_2d(scale_inv)[: ours.shape[0], : ours.shape[1]]
     finite = ~ours.isnan()  # an inf shows in native's scale, and not in TransformerEngine's
-    return [] if torch.equal(ours[finite], theirs.expand_as(ours)[finite]) else [f"{key}: scale_inv differs"]
+    return (
+        []
+        if torch.equal(ours[finite], theirs.expand_as(ours)[finite])
+        else [f"{key}: scale_inv differs"]
+    )
 
 
 def unequal_state(found: dict[str, torch.Tensor], prefix: str, state: torch.Tensor) -> list[str]:
     values = state.view(torch.float32)
     ours = {"scale": values[:, scaling.SCALE], "amax_history": values[:, scaling.HISTORY :].T}
-    return [f"{prefix}{key} differs" for key, value in ours.items() if not torch.equal(value, found[prefix + key])]
+    return [
+        f"{prefix}{key} differs"
+        for key, value in ours.items()
+        if not torch.equal(value, found[prefix + key])
+    ]
 
 
 def wrong_products(found: dict[str, torch.Tensor], prefix: str, formats: tuple) -> list[str]:
     """Return results further from the exact product of the recorded codes than rounding allows.
 
-    A bf16 result is off by half a step, 2**-9 of it; tensor cores keep at least 13 bits of a sum's parts.
+    A bf16 result is off by half a step, 2**-9 of it; tensor cores keep at least 13 bits of a sum's
+    parts.
     """
     values = {key: recorded_values(found, prefix, key, formats) for key in ("x", "w", "dy")}
-    columns = {key: recorded_values(found, prefix, f"{key}_columns", formats) for key in ("x", "w", "dy")}
+    columns = {
+        key: recorded_values(found, prefix, f"{key}_columns", formats) for key in ("x", "w", "dy")
+    }
     for key, value in columns.items():
         columns[key] = values[key].T if value is None else value
     exact = {
@@ -206,11 +232,16 @@ def wrong_products(found: dict[str, torch.Tensor], prefix: str, formats: tuple) 
         off = (found[prefix + key].double() - a @ b).abs()
         bound = 2**-8 * (a @ b).abs() + 2**-12 * (a.abs() @ b.abs()) + 1e-38
         if not (off <= bound).all():
-            wrong.append(f"{prefix}{key}: {(off / bound).nan_to_num(nan=torch.inf).max().item():.3g} times its bound")
+            wrong.append(
+                f"{prefix}{key}: {(off / bound).nan_to_num(nan=torch.inf).max().item():.3g} times "
+                "its bound"
+            )
     return wrong
 
 
-def recorded_values(found: dict[str, torch.Tensor], prefix: str, key: str, formats: tuple) -> torch.Tensor | None:
+def recorded_values(
+    found: dict[str, torch.Tensor], prefix: str, key: str, formats: tuple
+) -> torch.Tensor | None:
     """Codes times scales in FP64, rows along the contraction."""
     if prefix + key not in found:
         return None
@@ -227,10 +258,14 @@ def recorded_values(found: dict[str, torch.Tensor], prefix: str, key: str, forma
 def main() -> int:
     from safetensors.torch import load_file, save_file
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--compare", type=Path, help="a recorded file")
-    parser.add_argument("--standin", action="store_true", help="rehearse on a CPU over the tests' stand-in")
+    parser.add_argument(
+        "--standin", action="store_true", help="rehearse on a CPU over the tests' stand-in"
+    )
     arguments = parser.parse_args()
     path = arguments.compare or arguments.out / "te_golden.safetensors"
     if arguments.compare is None:
@@ -243,7 +278,9 @@ def main() -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
         kernels = "the tests' stand-in on a CPU" if arguments.standin else "TransformerEngine's"
         save_file(found, path, {"machine": json.dumps(machine()), "kernels": kernels})
-        assert path.stat().st_size <= LARGEST_FILE, f"{path.stat().st_size} bytes are too many for test data"
+        assert path.stat().st_size <= LARGEST_FILE, (
+            f"{path.stat().st_size} bytes are too many for test data"
+        )
     wrong = differences(load_file(path))
     verdict = f"{len(wrong)} tensors differ from native's" if wrong else "native's are the same"
     print(f"{path.name}, {path.stat().st_size} bytes: {verdict}")

@@ -1,7 +1,9 @@
-"""Measure the limits of this chip: rates of bf16 and FP8 products by shape, and the bandwidth of a copy.
+"""Measure the limits of this chip: rates of bf16 and FP8 products by shape, and the bandwidth of a
+copy.
 
-Other measurements of the same run are compared with the highest rates. Products are PyTorch's own, of random values:
-squares, the shapes of Llama's layers, a range of K, and a range of tokens. A copy's bytes are read plus written.
+Other measurements of the same run are compared with the highest rates. Products are PyTorch's own,
+of random values: squares, the shapes of Llama's layers, a range of K, and a range of tokens. A
+copy's bytes are read plus written.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import interleaved, summary, table, write_json  # noqa: E402
 
-LAYERS = [(2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096), (4096, 6144), (4096, 14336), (14336, 4096)]
+LAYERS = [
+    (2048, 2048),
+    (2048, 8192),
+    (8192, 2048),
+    (4096, 4096),
+    (4096, 6144),
+    (4096, 14336),
+    (14336, 4096),
+]
 """(k, n) of layers of Llama 1B and 8B."""
 SIZES = {
     "cuda": [
@@ -37,7 +47,8 @@ FLOPS = {"cuda": 1.2e13, "cpu": 1e7}
 
 
 def products(device: str, size: tuple[int, int, int]) -> dict:
-    """Return bf16 and FP8 products by name: fast and full accumulation, FP32 results, rowwise scales."""
+    """Return bf16 and FP8 products by name: fast and full accumulation, FP32 results, rowwise
+    scales."""
     m, k, n = size
     a, b = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
     half = a.bfloat16(), b.bfloat16().t()
@@ -45,8 +56,15 @@ def products(device: str, size: tuple[int, int, int]) -> dict:
     one = torch.ones((), device=device)
     rows, columns = torch.ones(m, 1, device=device), torch.ones(1, n, device=device)
 
-    def fp8(scale_a: torch.Tensor, scale_b: torch.Tensor, fast: bool, dtype: torch.dtype = torch.bfloat16):
-        return lambda: torch._scaled_mm(*codes, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+    def fp8(
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        fast: bool,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
+        return lambda: torch._scaled_mm(
+            *codes, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast
+        )
 
     return {
         "bf16": lambda: half[0] @ half[1],
@@ -58,7 +76,8 @@ def products(device: str, size: tuple[int, int, int]) -> dict:
 
 
 def repeated(function, times: int, device: str):
-    """Return a function of that many calls; a CUDA graph on a GPU, where a small product takes less than its launch."""
+    """Return a function of that many calls; a CUDA graph on a GPU, where a small product takes less
+    than its launch."""
 
     def run() -> None:
         for _ in range(times):
@@ -84,7 +103,14 @@ def rates(device: str, runs: int) -> list[dict]:
         functions = {name: repeated(f, times, device) for name, f in products(device, size).items()}
         for name, seconds in interleaved(functions, runs).items():
             time = summary(seconds)
-            found.append({"product": name, "size": size, "flops_per_second": flops * times / time["median_s"], **time})
+            found.append(
+                {
+                    "product": name,
+                    "size": size,
+                    "flops_per_second": flops * times / time["median_s"],
+                    **time,
+                }
+            )
     return found
 
 
@@ -93,11 +119,17 @@ def copy_bandwidth(device: str, runs: int) -> dict:
     target = torch.empty_like(source)
     seconds = interleaved({"copy": lambda: target.copy_(source)}, runs)["copy"]
     time = summary(seconds)
-    return {"bytes": source.nbytes, "bytes_per_second": 2 * source.nbytes / time["median_s"], **time}
+    return {
+        "bytes": source.nbytes,
+        "bytes_per_second": 2 * source.nbytes / time["median_s"],
+        **time,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json")
     arguments = parser.parse_args()
@@ -106,10 +138,18 @@ def main() -> None:
     best: dict[str, float] = {}
     for each in found:
         best[each["product"]] = max(best.get(each["product"], 0.0), each["flops_per_second"])
-    rows = [[each["product"], "x".join(map(str, each["size"])), each["flops_per_second"] / 1e12] for each in found]
+    rows = [
+        [each["product"], "x".join(map(str, each["size"])), each["flops_per_second"] / 1e12]
+        for each in found
+    ]
     print(table(["product", "m x k x n", "TFLOP/s"], rows))
     print(f"copy: {copied['bytes_per_second'] / 1e9:.0f} GB/s, read plus written")
-    record = {"question": "limits of the hardware", "best_flops_per_second": best, "copy": copied, "products": found}
+    record = {
+        "question": "limits of the hardware",
+        "best_flops_per_second": best,
+        "copy": copied,
+        "products": found,
+    }
     write_json(arguments.json, record)
 
 

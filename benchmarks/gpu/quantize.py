@@ -1,15 +1,17 @@
 """Compare the bandwidth of kernels that quantize a matrix with the memory's.
 
-Each kernel of the native compute against a copy in the same run: bytes read plus written, over the time, as a share of
-the copy's. `dynamic` and `rowwise` read the matrix twice, since the scales follow from all of it; `least` counts every
-matrix once. Launches are replayed from a CUDA graph, to time kernels without Python; `call_us` includes Python. Inputs
-rotate to miss the cache. First of all, every kernel's results are compared with the eager reference on the same device,
-to the bit: exits with 1 if one differs.
+Each kernel of the native compute against a copy in the same run: bytes read plus written, over the
+time, as a share of the copy's. `dynamic` and `rowwise` read the matrix twice, since the scales
+follow from all of it; `least` counts every matrix once. Launches are replayed from a CUDA graph, to
+time kernels without Python; `call_us` includes Python. Inputs rotate to miss the cache. First of
+all, every kernel's results are compared with the eager reference on the same device, to the bit:
+exits with 1 if one differs.
 
     python benchmarks/gpu/quantize.py [--tiles] [--json FILE]
 
---tiles: other tiles of the same kernels too, each compiled first. Without a GPU the front's functions run on a CPU (in
-Triton's interpreter, with TRITON_INTERPRET=1 and FP8_BACKENDS_TRITON=interpret), as a rehearsal.
+--tiles: other tiles of the same kernels too, each compiled first. Without a GPU the front's
+functions run on a CPU (in Triton's interpreter, with TRITON_INTERPRET=1 and
+FP8_BACKENDS_TRITON=interpret), as a rehearsal.
 """
 
 from __future__ import annotations
@@ -43,18 +45,42 @@ ELEMENT, CODE = 2, 1
 """Bytes."""
 KERNELS: dict[str, tuple[Callable, int, int]] = {
     "amax": (lambda x: amax(x), ELEMENT, ELEMENT),
-    "dynamic, both layouts": (lambda x: quantization.quantize(x, E4M3), 2 * ELEMENT + 2 * CODE, ELEMENT + 2 * CODE),
-    "delayed, both layouts": (lambda x: quantization.quantize(x, E4M3, one(x)), ELEMENT + 2 * CODE, ELEMENT + 2 * CODE),
-    "delayed, E5M2": (lambda x: quantization.quantize(x, E5M2, one(x)), ELEMENT + 2 * CODE, ELEMENT + 2 * CODE),
-    "delayed, rows": (lambda x: quantization.quantize(x, E4M3, one(x), True, False), ELEMENT + CODE, ELEMENT + CODE),
+    "dynamic, both layouts": (
+        lambda x: quantization.quantize(x, E4M3),
+        2 * ELEMENT + 2 * CODE,
+        ELEMENT + 2 * CODE,
+    ),
+    "delayed, both layouts": (
+        lambda x: quantization.quantize(x, E4M3, one(x)),
+        ELEMENT + 2 * CODE,
+        ELEMENT + 2 * CODE,
+    ),
+    "delayed, E5M2": (
+        lambda x: quantization.quantize(x, E5M2, one(x)),
+        ELEMENT + 2 * CODE,
+        ELEMENT + 2 * CODE,
+    ),
+    "delayed, rows": (
+        lambda x: quantization.quantize(x, E4M3, one(x), True, False),
+        ELEMENT + CODE,
+        ELEMENT + CODE,
+    ),
     "rowwise, both": (lambda x: blocks(x, ROWS), 2 * ELEMENT + 2 * CODE, ELEMENT + 2 * CODE),
     "rowwise, rows": (lambda x: blocks(x, ROWS, True, False), ELEMENT + CODE, ELEMENT + CODE),
-    "blockwise 1 x 128, both": (lambda x: blocks(x, VECTORS), ELEMENT + 2 * CODE, ELEMENT + 2 * CODE),
-    "blockwise 128 x 128, both": (lambda x: blocks(x, SQUARES), ELEMENT + 2 * CODE, ELEMENT + 2 * CODE),
+    "blockwise 1 x 128, both": (
+        lambda x: blocks(x, VECTORS),
+        ELEMENT + 2 * CODE,
+        ELEMENT + 2 * CODE,
+    ),
+    "blockwise 128 x 128, both": (
+        lambda x: blocks(x, SQUARES),
+        ELEMENT + 2 * CODE,
+        ELEMENT + 2 * CODE,
+    ),
     "mxfp8, both": (lambda x: blocks(x, MX), ELEMENT + 2 * CODE, ELEMENT + 2 * CODE),
 }
-"""The function; bytes per element moved by its passes; the minimum of any. Scales are not counted: at most 1/16 of a
-byte per element."""
+"""The function; bytes per element moved by its passes; the minimum of any. Scales are not counted:
+at most 1/16 of a byte per element."""
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -74,13 +100,17 @@ def one(x: torch.Tensor) -> torch.Tensor:
 _ONES: dict[torch.device, torch.Tensor] = {}
 
 
-def blocks(x: torch.Tensor, kind: scaling.Blocks, rows: bool = True, columns: bool = True) -> Layouts:
+def blocks(
+    x: torch.Tensor, kind: scaling.Blocks, rows: bool = True, columns: bool = True
+) -> Layouts:
     return quantization.quantize_blocks(x, kind, E4M3, rows, columns)
 
 
 def differences(device: str) -> list[str]:
     """Return the kernels with results unlike the eager reference on this device."""
-    x = (torch.randn(200, 336, device=device) * torch.logspace(-6, 3, 336, device=device)).bfloat16()
+    x = (
+        torch.randn(200, 336, device=device) * torch.logspace(-6, 3, 336, device=device)
+    ).bfloat16()
     x[3, 5], x[70] = float("nan"), 0
     with_inf, wrong = x.clone(), []
     with_inf[130, 300] = float("inf")
@@ -94,7 +124,12 @@ def differences(device: str) -> list[str]:
             transposed = expected._replace(codes=expected.codes.t())
             if not (same(found.along_columns(), expected) and same(found.along_rows(), transposed)):
                 wrong.append(f"{name}, {fmt.name}")
-        for name, kind in (("rowwise", ROWS), ("1 x 128", VECTORS), ("128 x 128", SQUARES), ("mxfp8", MX)):
+        for name, kind in (
+            ("rowwise", ROWS),
+            ("1 x 128", VECTORS),
+            ("128 x 128", SQUARES),
+            ("mxfp8", MX),
+        ):
             found = quantization.quantize_blocks(matrix, kind, fmt)
             expected, transposed = kind.quantize(matrix, fmt), kind.quantize(matrix.t(), fmt)
             if not (same(found.along_columns(), expected) and same(found.along_rows(), transposed)):
@@ -105,8 +140,12 @@ def differences(device: str) -> list[str]:
 def same(found, expected) -> bool:
     """Codes to the bit; scales too, any NaN being as good as another."""
     (codes, scale), (expected_codes, expected_scale) = found, expected
-    equal_codes = torch.equal(codes.contiguous().view(torch.uint8), expected_codes.contiguous().view(torch.uint8))
-    return equal_codes and torch.allclose(scale.float(), expected_scale.float(), rtol=0, atol=0, equal_nan=True)
+    equal_codes = torch.equal(
+        codes.contiguous().view(torch.uint8), expected_codes.contiguous().view(torch.uint8)
+    )
+    return equal_codes and torch.allclose(
+        scale.float(), expected_scale.float(), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def inputs(shape: tuple[int, int], device: str) -> list[torch.Tensor]:
@@ -147,10 +186,16 @@ def measured(shape: tuple[int, int], device: str, runs: int, kernels: dict) -> l
     matrices = inputs(shape, device)
     target, found = torch.empty_like(matrices[0]), []
     copied = over_all(lambda x: target.copy_(x), matrices)
-    for name, (function, moved, least) in {"copy": (None, 2 * ELEMENT, 2 * ELEMENT), **kernels}.items():
+    for name, (function, moved, least) in {
+        "copy": (None, 2 * ELEMENT, 2 * ELEMENT),
+        **kernels,
+    }.items():
         run = copied if function is None else over_all(function, matrices)
         seconds = interleaved({"copy": copied, name: run}, runs)
-        elements, quickest = len(matrices) * shape[0] * shape[1], summary(seconds["copy"])["median_s"]
+        elements, quickest = (
+            len(matrices) * shape[0] * shape[1],
+            summary(seconds["copy"])["median_s"],
+        )
         of_copy = 2 * ELEMENT * elements / quickest
         taken = summary(seconds[name])
         rate = moved * elements / taken["median_s"]
@@ -186,12 +231,22 @@ def other_tiles() -> dict:
 
     both = ELEMENT + 2 * CODE, ELEMENT + 2 * CODE
     found = {}
-    for tile in (Tile(64, 64, 4), Tile(128, 64, 4), Tile(64, 128, 8), Tile(128, 128, 8), Tile(32, 128, 4)):
+    for tile in (
+        Tile(64, 64, 4),
+        Tile(128, 64, 4),
+        Tile(64, 128, 8),
+        Tile(128, 128, 8),
+        Tile(32, 128, 4),
+    ):
         found[f"delayed, both layouts {tuple(tile)}"] = (cast(tile), *both)
     for tile in (Tile(1, 4096, 4), Tile(1, 4096, 8), Tile(1, 16384, 8)):
         found[f"amax {tuple(tile)}"] = (amax_by(tile), ELEMENT, ELEMENT)
     for tile in (Tile(64, 128, 8), Tile(128, 64, 4), Tile(64, 64, 4)):
-        found[f"rowwise, both {tuple(tile)}"] = (in_blocks(ROWS, tile), 2 * ELEMENT + 2 * CODE, both[1])
+        found[f"rowwise, both {tuple(tile)}"] = (
+            in_blocks(ROWS, tile),
+            2 * ELEMENT + 2 * CODE,
+            both[1],
+        )
     for tile in (Tile(32, 128, 4, 96), Tile(16, 128, 4), Tile(64, 128, 8, 96), Tile(128, 128, 8)):
         found[f"blockwise 1 x 128, both {tuple(tile)}"] = (in_blocks(VECTORS, tile), *both)
     for tile in (Tile(64, 64, 4), Tile(32, 64, 4, 64), Tile(32, 128, 4, 96), Tile(64, 128, 4)):
@@ -200,7 +255,9 @@ def other_tiles() -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=11)
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--json")
@@ -226,7 +283,11 @@ def main() -> int:
         for each in found
     ]
     print(table(["kernel", "shape", "GB/s", "of the copy's", "least", "one call, us"], rows))
-    print("different from the eager reference: " + ", ".join(wrong) if wrong else "equal to the eager reference")
+    print(
+        "different from the eager reference: " + ", ".join(wrong)
+        if wrong
+        else "equal to the eager reference"
+    )
     record = {"question": "bandwidth of the kernels that quantize", "by_kernels": by_kernels}
     write_json(arguments.json, record | {"different_from_reference": wrong, "kernels": found})
     return 1 if wrong else 0

@@ -1,10 +1,13 @@
-"""Record sums of FP8 products on this GPU: codes in, FP32 or bf16 bits out, for a later comparison on any machine.
+"""Record sums of FP8 products on this GPU: codes in, FP32 or bf16 bits out, for a later comparison
+on any machine.
 
-Each record is a sample of 32 rows and 32 columns of a product by `torch._scaled_mm`, so that a large product, which
-cuBLAS does not split along K, fits in a small file. `--device cpu` rehearses the recording with exact sums.
+Each record is a sample of 32 rows and 32 columns of a product by `torch._scaled_mm`, so that a
+large product, which cuBLAS does not split along K, fits in a small file. `--device cpu` rehearses
+the recording with exact sums.
 
     sums.py --out DIR                          on a GPU: writes DIR/sums.pt, a dict with `machine` and `records`
-    sums.py --compare DIR/sums.pt --json FILE  anywhere: equal results by K, of `tensor_cores.product` and of exact sums
+    sums.py --compare DIR/sums.pt --json FILE  anywhere: equal results by K, of
+    `tensor_cores.product` and of exact sums
 """
 
 from __future__ import annotations
@@ -28,8 +31,11 @@ DEPTHS = (32, 64, 128, 256, 512, 1024, 4096, 14336)
 SAMPLE = 32
 
 
-def random_codes(rows: int, depth: int, fmt: str, data: str, generator: torch.Generator) -> torch.Tensor:
-    """Return codes [rows, depth]: every finite bit pattern alike, or casts of normal or positive values."""
+def random_codes(
+    rows: int, depth: int, fmt: str, data: str, generator: torch.Generator
+) -> torch.Tensor:
+    """Return codes [rows, depth]: every finite bit pattern alike, or casts of normal or positive
+    values."""
     dtype = FORMATS[fmt]
     if data == "patterns":
         codes = torch.randint(256, (rows, depth), generator=generator, dtype=torch.uint8)
@@ -44,7 +50,8 @@ def multiply(a, b, scale_a, scale_b, out_dtype, fast: bool) -> torch.Tensor:
 
 
 def record(device: str, shape, depth: int, pair, data: str, scales: str, generator) -> dict:
-    """Return the sampled codes, scales and results, with and without fast accumulation (None where refused)."""
+    """Return the sampled codes, scales and results, with and without fast accumulation (None where
+    refused)."""
     (rows, columns), (a_format, b_format) = shape, pair
     a = random_codes(rows, depth, a_format, data, generator)
     b = random_codes(columns, depth, b_format, data, generator)
@@ -54,7 +61,9 @@ def record(device: str, shape, depth: int, pair, data: str, scales: str, generat
         scale_a = torch.rand(rows, 1, generator=generator) + 0.5
         scale_b = torch.rand(columns, 1, generator=generator).t() + 0.5
     else:
-        scale_a, scale_b = (torch.tensor(1.0 if scales == "one" else value) for value in (0.37, 1.7))
+        scale_a, scale_b = (
+            torch.tensor(1.0 if scales == "one" else value) for value in (0.37, 1.7)
+        )
     dtype = torch.bfloat16 if rowwise else torch.float32
     operands = [tensor.to(device) for tensor in (a, b, scale_a, scale_b)]
     results = {}
@@ -63,7 +72,10 @@ def record(device: str, shape, depth: int, pair, data: str, scales: str, generat
             results[name] = multiply(*operands, dtype, fast).cpu()[picked[0]][:, picked[1]].clone()
         except RuntimeError as error:
             results[name] = None
-            print(f"refused: {shape} {depth} {pair} {scales} {name}: {str(error).splitlines()[0][:150]}")
+            print(
+                f"refused: {shape} {depth} {pair} {scales} {name}: "
+                f"{str(error).splitlines()[0][:150]}"
+            )
     return {
         "a": a.view(torch.uint8)[picked[0]].clone(),
         "b": b.view(torch.uint8)[picked[1]].clone(),
@@ -78,12 +90,15 @@ def record(device: str, shape, depth: int, pair, data: str, scales: str, generat
 
 
 def compared(entry: dict) -> list[dict]:
-    """Count the results of a record equal to the bit: emulated, and from exact sums rounded once."""
+    """Count the results of a record equal to the bit: emulated, and from exact sums rounded
+    once."""
     from fp8_backends.compute.products import scaled_product
     from fp8_backends.compute.tensor_cores import product
     from fp8_backends.formats.scaling import Quantized
 
-    a, b = (entry[name].view(FORMATS[fmt]) for name, fmt in zip("ab", entry["formats"], strict=True))
+    a, b = (
+        entry[name].view(FORMATS[fmt]) for name, fmt in zip("ab", entry["formats"], strict=True)
+    )
     operands, scales = (
         (Quantized(a, entry["scale_a"]), Quantized(b, entry["scale_b"].t())),
         entry["scale_a"] * entry["scale_b"],
@@ -92,9 +107,13 @@ def compared(entry: dict) -> list[dict]:
     for accumulation, results in entry["results"].items():
         if results is None:
             continue
-        row = {name: entry[name] for name in ("formats", "shape", "data", "scales")} | {"accumulation": accumulation}
+        row = {name: entry[name] for name in ("formats", "shape", "data", "scales")} | {
+            "accumulation": accumulation
+        }
         made = {
-            "emulated": scaled_product(*operands, results.dtype, accumulation == "fast", sums="h100"),
+            "emulated": scaled_product(
+                *operands, results.dtype, accumulation == "fast", sums="h100"
+            ),
             "exact_sums": (product(a, b, "exact") * scales).to(results.dtype),
         }
         for name, values in made.items():
@@ -110,8 +129,12 @@ def compare(file: Path, json_file: str | None) -> int:
     rows = [row for entry in recorded["records"] for row in compared(entry)]
     keys = ("emulated", "emulated_in_bf16", "exact_sums", "exact_sums_in_bf16", "results")
     by_depth = []
-    for accumulation, depth in itertools.product(("fast", "slow"), sorted({row["shape"][2] for row in rows})):
-        chosen = [row for row in rows if row["accumulation"] == accumulation and row["shape"][2] == depth]
+    for accumulation, depth in itertools.product(
+        ("fast", "slow"), sorted({row["shape"][2] for row in rows})
+    ):
+        chosen = [
+            row for row in rows if row["accumulation"] == accumulation and row["shape"][2] == depth
+        ]
         sums = {key: sum(row[key] for row in chosen) for key in keys}
         by_depth.append({"accumulation": accumulation, "depth": depth} | sums)
     print(table(["accumulation", "K", *keys], [list(row.values()) for row in by_depth]))
@@ -121,7 +144,9 @@ def compare(file: Path, json_file: str | None) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--depths", default=",".join(map(str, DEPTHS)))
@@ -138,7 +163,9 @@ def main() -> int:
         *itertools.product(SHAPES[:2], depths, PAIRS[:1], ("positive",), ("some", "rowwise")),
     ]
     largest = {SHAPES[0]: 4096, SHAPES[1]: 14336, SHAPES[2]: 1024}
-    records = [record(arguments.device, *case, generator) for case in cases if case[1] <= largest[case[0]]]
+    records = [
+        record(arguments.device, *case, generator) for case in cases if case[1] <= largest[case[0]]
+    ]
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.save({"machine": machine(), "records": records}, arguments.out / "sums.pt")
     print(f"{len(records)} products recorded, each with and without fast accumulation")

@@ -1,9 +1,10 @@
-"""Does FP8 travel between GPUs as it should? The collective, and training under DDP and FSDP2, over NCCL.
+"""Does FP8 travel between GPUs as it should? The collective, and training under DDP and FSDP2, over
+NCCL.
 
     python -m torch.distributed.run --nproc_per_node 2 benchmarks/gpu/wire.py --out DIR
 
-One GPU is enough to try streams, kernels and NCCL's byte collectives. Prints a line a check; exits with 1 if one
-failed. `--device cpu` rehearses the same over gloo.
+One GPU is enough to try streams, kernels and NCCL's byte collectives. Prints a line a check; exits
+with 1 if one failed. `--device cpu` rehearses the same over gloo.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ BACKENDS = {
 }
 WIDTH, STEPS = 256, 30
 LARGEST_GAP = 0.02
-"""Relative difference of the mean of the last five losses to one rank's: gradients differ by 4 % and less."""
+"""Relative difference of the mean of the last five losses to one rank's: gradients differ by 4 %
+and less."""
 
 
 def check(name: str, passed: bool, **figures) -> None:
     RESULTS.append({"check": name, "passed": bool(passed), **figures})
     if dist.get_rank() == 0:
-        print(f"{'ok  ' if passed else 'FAIL'} {name} {json.dumps(figures) if figures else ''}", flush=True)
+        print(
+            f"{'ok  ' if passed else 'FAIL'} {name} {json.dumps(figures) if figures else ''}",
+            flush=True,
+        )
 
 
 def of_rank(numel: int, rank: int, device: str) -> torch.Tensor:
@@ -62,12 +67,18 @@ def collective(device: str) -> None:
         check(f"all-reduce of {numel} repeats", all(torch.equal(made[0], each) for each in made))
         others = [torch.empty_like(made[0]) for _ in range(size)]
         dist.all_gather(others, made[0])
-        check(f"all-reduce of {numel} is equal on all ranks", all(torch.equal(each, made[0]) for each in others))
+        check(
+            f"all-reduce of {numel} is equal on all ranks",
+            all(torch.equal(each, made[0]) for each in others),
+        )
     values = torch.ones(3 * BLOCK, device=device)
     if rank == size - 1:
         values[BLOCK] = float("inf")
     made = AllReduce(values).wait().values()
-    check("an inf is seen by all", made.isnan().sum().item() == BLOCK and made.nansum().item() == 2 * BLOCK)
+    check(
+        "an inf is seen by all",
+        made.isnan().sum().item() == BLOCK and made.nansum().item() == 2 * BLOCK,
+    )
     rows = torch.stack([of_rank(5000, 100 * rank + r, device) for r in range(size)])
     exact = sum(of_rank(5000, 100 * r + rank, device) for r in range(size))
     error = ((reduce_scatter(rows) - exact).norm() / exact.norm()).item()
@@ -76,12 +87,17 @@ def collective(device: str) -> None:
 
 def model_of(device: str) -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=i % 2 > 0), nn.GELU()) for i in range(4)]
+    blocks = [
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=i % 2 > 0), nn.GELU())
+        for i in range(4)
+    ]
     return nn.Sequential(*blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64)).to(device)
 
 
 def train(model: nn.Module, optimizer, device: str, part: slice) -> list[float]:
-    teacher = torch.randn(WIDTH, 64, generator=torch.Generator().manual_seed(7)).to(device) / WIDTH**0.5
+    teacher = (
+        torch.randn(WIDTH, 64, generator=torch.Generator().manual_seed(7)).to(device) / WIDTH**0.5
+    )
     losses = []
     for step in range(STEPS):
         x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
@@ -123,7 +139,10 @@ def training(device: str, name: str, fields: dict, engine: str) -> None:
         check(f"{name} under {engine} follows one rank", gap < LARGEST_GAP, gap=gap)
     products = fp8_backends.audit(model, optimizer).products
     kinds = ("fprop", "dgrad", "wgrad")
-    check(f"{name} under {engine} in FP8", all(all(count[k] for k in kinds) for count in products.values()))
+    check(
+        f"{name} under {engine} in FP8",
+        all(all(count[k] for k in kinds) for count in products.values()),
+    )
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -131,7 +150,9 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--engines", default="DDP,FSDP2")
     parser.add_argument("--out", type=Path)
@@ -141,11 +162,15 @@ def main() -> int:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     jobs = [("the collective", collective, (args.device,))]
     for engine in args.engines.split(","):
-        jobs += [(f"{name} under {engine}", training, (args.device, name, BACKENDS[name], engine)) for name in BACKENDS]
+        jobs += [
+            (f"{name} under {engine}", training, (args.device, name, BACKENDS[name], engine))
+            for name in BACKENDS
+        ]
     for name, function, arguments in jobs:
         try:
             function(*arguments)
-        except Exception as error:  # the other ranks may wait for this one: nothing after it would mean anything
+        # the other ranks may wait for this one: nothing after it would mean anything
+        except Exception as error:
             traceback.print_exc()
             check(name, False, error=f"{type(error).__name__}: {error}"[:300])
             break

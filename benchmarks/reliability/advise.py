@@ -1,14 +1,16 @@
-"""Test if `advise` halves the gap of models in trouble with 95 % of the weight FLOPs in FP8, on other batches, too.
+"""Test if `advise` halves the gap of models in trouble with 95 % of the weight FLOPs in FP8, on
+other batches, too.
 
     benchmarks/reliability/advise.py [--quick] [--out FOLDER]
 
-A small Llama is trained in FP32 on Python's sources, and then gets the outliers of large models after a long run:
-activation channels many times larger than the others. A channel is multiplied by its producer and divided by its
-reader, so the FP32 function stays the same. The layers on both sides are frozen: AdamW would take far too large steps
-at their weights in any precision. A model without norms gets batches of unlike magnitude instead.
+A small Llama is trained in FP32 on Python's sources, and then gets the outliers of large models
+after a long run: activation channels many times larger than the others. A channel is multiplied by
+its producer and divided by its reader, so the FP32 function stays the same. The layers on both
+sides are frozen: AdamW would take far too large steps at their weights in any precision. A model
+without norms gets batches of unlike magnitude instead.
 
-It exits with 1 if a model in trouble gets no help, if the healthy one gets a change, or if the advised recipe trains
-worse than the given one. One model is beyond help: its row shows the result.
+It exits with 1 if a model in trouble gets no help, if the healthy one gets a change, or if the
+advised recipe trains worse than the given one. One model is beyond help: its row shows the result.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from torch import nn
 
 SHARE, RATIO = 0.95, 0.5
 HARM = 0.01
-"""Largest excess of the advised recipe's held-out loss over the given one's, or over FP32's, the larger of the two."""
+"""Largest excess of the advised recipe's held-out loss over the given one's, or over FP32's, the
+larger of the two."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Case:
     trouble: str
     given: str
     expected: str
-    """Help by "layers" or by "scaling" for all (the one found must keep the promise), "nothing" for a healthy model, or
-    "no help" for one beyond help, with its result shown and not judged."""
+    """Help by "layers" or by "scaling" for all (the one found must keep the promise), "nothing" for
+    a healthy model, or "no help" for one beyond help, with its result shown and not judged."""
     make: Callable[[nn.Module], nn.Module]
 
 
@@ -76,7 +79,8 @@ def in_attention(model: nn.Module, power: int, blocks: range) -> nn.Module:
 
 
 def in_mlp(model: nn.Module, power: int, blocks: range) -> nn.Module:
-    """Scale two channels inside the SwiGLU of these blocks, the input of `down_proj`, by 2**power."""
+    """Scale two channels inside the SwiGLU of these blocks, the input of `down_proj`, by
+    2**power."""
     for block in list(model.model.layers)[blocks.start : blocks.stop]:
         with torch.no_grad():
             block.mlp.up_proj.weight[[3, 77]] *= 2.0**power
@@ -137,8 +141,15 @@ class LanguageModel:
 
         self.sizes, self.text = sizes, load_text(limit_mb=1)
         torch.manual_seed(0)
-        shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
-        config = LlamaConfig(vocab_size=256, max_position_embeddings=sizes.sequence, use_cache=False, **shape)
+        shape = {
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 2,
+        }
+        config = LlamaConfig(
+            vocab_size=256, max_position_embeddings=sizes.sequence, use_cache=False, **shape
+        )
         self.model = LlamaForCausalLM(config)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
         for starts in self.text.batches(sizes.base_steps, sizes.base_batch, sizes.sequence, seed=0):
@@ -156,7 +167,11 @@ class LanguageModel:
 
     def arguments(self, case: Case) -> tuple[nn.Module, dict[str, Any]]:
         """Return the model in its trouble, and the other arguments of `advise`."""
-        data = {"batches": self.batches(4, seed=1), "held_out": self.held_out(4), "unseen": self.batches(4, seed=3)}
+        data = {
+            "batches": self.batches(4, seed=1),
+            "held_out": self.held_out(4),
+            "unseen": self.batches(4, seed=3),
+        }
         data["train_on"] = self.batches(self.sizes.steps, seed=2)
         return case.make(copy.deepcopy(self.model)), data
 
@@ -176,7 +191,9 @@ class Unlike:
         self.target = torch.randn(64, 64) / 8
 
     def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = torch.randn(128, 64, generator=torch.Generator().manual_seed(seed)) * 1024 ** (seed % 2)
+        inputs = torch.randn(128, 64, generator=torch.Generator().manual_seed(seed)) * 1024 ** (
+            seed % 2
+        )
         return inputs, inputs @ self.target
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -190,7 +207,9 @@ class Unlike:
             "unseen": range(20, 24),
             "train_on": range(100, 100 + self.sizes.steps),
         }
-        return self.model, {name: list(map(self.batch, seeds)) for name, seeds in data.items()} | {"loss": self.loss}
+        return self.model, {name: list(map(self.batch, seeds)) for name, seeds in data.items()} | {
+            "loss": self.loss
+        }
 
 
 def measure(case: Case, source: LanguageModel | Unlike) -> dict:
@@ -205,7 +224,9 @@ def measure(case: Case, source: LanguageModel | Unlike) -> dict:
     seconds = time.perf_counter() - began
     chosen = advice.chosen
     others = GradientGap(model, data["unseen"], advice.around, loss)
-    recipes = {"FP32": None, "as given": advice.given.recipe} | ({"as advised": chosen.recipe} if chosen else {})
+    recipes = {"FP32": None, "as given": advice.given.recipe} | (
+        {"as advised": chosen.recipe} if chosen else {}
+    )
     gaps = [others.of(*others.prepared(each.recipe)).gap for each in (advice.given, chosen) if each]
     shown = chosen or advice.best
     return {
@@ -222,7 +243,10 @@ def measure(case: Case, source: LanguageModel | Unlike) -> dict:
         "gap_given": advice.given.gap,
         "ratio": shown.gap / advice.given.gap,
         "ratio_on_others": gaps[1] / gaps[0] if chosen else None,
-        "held_out_loss": {name: loss_after(model, recipe, data, source.sizes.lr) for name, recipe in recipes.items()},
+        "held_out_loss": {
+            name: loss_after(model, recipe, data, source.sizes.lr)
+            for name, recipe in recipes.items()
+        },
         "passes": advice.passes,
         "seconds": seconds,
         "advice": advice.to_dict(),
@@ -230,7 +254,8 @@ def measure(case: Case, source: LanguageModel | Unlike) -> dict:
 
 
 def loss_after(model: nn.Module, recipe: Any, data: dict[str, Any], lr: float) -> float:
-    """The held-out loss of a copy after an AdamW step on each batch of `train_on`; without a recipe in FP32."""
+    """The held-out loss of a copy after an AdamW step on each batch of `train_on`; without a recipe
+    in FP32."""
     import fp8_backends
 
     work = copy.deepcopy(model).train()
@@ -271,7 +296,9 @@ def broken(result: dict) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="two models, hardly trained")
     parser.add_argument("--out", type=Path, help="folder for the record")
     args = parser.parse_args()
@@ -292,13 +319,30 @@ def main() -> None:
         raise SystemExit("\n".join(["", *faults]))
 
 
-HEADER = ["model", "given", "change", "FP8", "gap", "of it", "others", "loss FP32", "given", "advised", "passes"]
+HEADER = [
+    "model",
+    "given",
+    "change",
+    "FP8",
+    "gap",
+    "of it",
+    "others",
+    "loss FP32",
+    "given",
+    "advised",
+    "passes",
+]
 
 
 def row(result: dict) -> list:
     losses = [result["held_out_loss"].get(name, "-") for name in ("FP32", "as given", "as advised")]
     others = result["ratio_on_others"]
-    figures = [result["flops_share"], result["gap_given"], result["ratio"], "-" if others is None else others]
+    figures = [
+        result["flops_share"],
+        result["gap_given"],
+        result["ratio"],
+        "-" if others is None else others,
+    ]
     return [result["model"], result["given"], result["change"], *figures, *losses, result["passes"]]
 
 

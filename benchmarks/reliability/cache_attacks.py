@@ -1,12 +1,12 @@
-"""Attack the compiled optimizer step of a CPU: foreign code in its cache, damaged libraries, threads and processes at
-first use, compilers with arguments, killed processes, full disks.
+"""Attack the compiled optimizer step of a CPU: foreign code in its cache, damaged libraries,
+threads and processes at first use, compilers with arguments, killed processes, full disks.
 
     python benchmarks/reliability/cache_attacks.py [--quick] [--only TEXT] [--out FOLDER]
 
-Each trial is a process that takes one step of Adam by the compiled kernel, and compares it with PyTorch's operations.
-An attack succeeds if foreign code runs, the process dies, its step differs in a bit, the kernel is not compiled though
-it could be, or a message or a compilation repeats. Exits with 1 if any succeeds. Attacks that need further rights are
-not tried, and listed so.
+Each trial is a process that takes one step of Adam by the compiled kernel, and compares it with
+PyTorch's operations. An attack succeeds if foreign code runs, the process dies, its step differs in
+a bit, the kernel is not compiled though it could be, or a message or a compilation repeats. Exits
+with 1 if any succeeds. Attacks that need further rights are not tried, and listed so.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def job() -> Job:
 
 
 def step() -> dict:
-    """Take one step; return if the kernel made it, if it matches PyTorch's bits, and the warnings."""
+    """Take one step; return if the kernel made it, if it matches PyTorch's bits, and the
+    warnings."""
     ours, expected = job(), job()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -97,7 +98,12 @@ def steps_of_threads(count: int) -> list[dict]:
 class Child:
     """Fork from this process, which has imported everything."""
 
-    def __init__(self, function: Callable[[], object], environment: dict[str, str], folder: Path | None = None):
+    def __init__(
+        self,
+        function: Callable[[], object],
+        environment: dict[str, str],
+        folder: Path | None = None,
+    ):
         read, write = os.pipe()
         self.pid, self._read = os.fork(), read
         if not self.pid:
@@ -155,7 +161,9 @@ class Place:
         home = self.home()
         answer = Child(step, self.environment(home, compiler="g++")).answer()
         if is_wrong(answer):
-            raise SystemExit(f"the step is not compiled, so that there is nothing to attack: {answer}")
+            raise SystemExit(
+                f"the step is not compiled, so that there is nothing to attack: {answer}"
+            )
         (library,) = (home / "fp8_backends").glob("*.so")
         shutil.copy(library, self.good)
         home = self.home()
@@ -179,13 +187,21 @@ class Place:
         return home
 
     def environment(self, home: Path | str, compiler: Path | str | None = None) -> dict[str, str]:
-        return {"XDG_CACHE_HOME": str(home), "HOME": str(self.folder), "CXX": str(compiler or self.compiler)}
+        return {
+            "XDG_CACHE_HOME": str(home),
+            "HOME": str(self.folder),
+            "CXX": str(compiler or self.compiler),
+        }
 
     def evil_name(self) -> str:
         """Return the file name at which foreign code would be loaded."""
         stem, _, digest = self.name.removesuffix(".so").rpartition("-")
         named_by_content = len(digest) == 64
-        return f"{stem}-{hashlib.sha256(self.evil.read_bytes()).hexdigest()}.so" if named_by_content else self.name
+        return (
+            f"{stem}-{hashlib.sha256(self.evil.read_bytes()).hexdigest()}.so"
+            if named_by_content
+            else self.name
+        )
 
     def plant(self, cache: Path) -> Path:
         """Put foreign code into a new cache folder."""
@@ -233,7 +249,10 @@ def code_in_a_cache_of_another_user(place: Place) -> Iterator[bool]:
     need_root()
     home = place.home()
     give(place.plant(home / "fp8_backends"), home / "fp8_backends")
-    yield is_wrong(Child(step, place.environment(home)).answer(), most_warnings=1) or place.foreign_code_ran()
+    yield (
+        is_wrong(Child(step, place.environment(home)).answer(), most_warnings=1)
+        or place.foreign_code_ran()
+    )
 
 
 def code_below_a_folder_of_another_user(place: Place) -> Iterator[bool]:
@@ -260,7 +279,10 @@ def a_link_in_place_of_the_cache(place: Place) -> Iterator[bool]:
     home, elsewhere = place.home(), place.home()
     place.plant(elsewhere)
     (home / "fp8_backends").symlink_to(elsewhere)
-    yield is_wrong(Child(step, place.environment(home)).answer(), most_warnings=1) or place.foreign_code_ran()
+    yield (
+        is_wrong(Child(step, place.environment(home)).answer(), most_warnings=1)
+        or place.foreign_code_ran()
+    )
 
 
 def a_link_in_place_of_the_library(place: Place) -> Iterator[bool]:
@@ -314,13 +336,16 @@ def threads_at_first_use(place: Place, count: int) -> Iterator[bool]:
 
 
 def a_thread_whose_compilation_fails(place: Place) -> Iterator[bool]:
-    """The first call of the compiler fails; other threads and other processes have their kernels."""
+    """The first call of the compiler fails; other threads and other processes have their
+    kernels."""
     once = place.folder / "failed once"
     fails = place.write_compiler(
         "fails", f'[ -d "{once}" ] || {{ mkdir "{once}"; kill -9 $$; }}; cp {place.good} $target'
     )
     home = place.home()
-    for each in Child(lambda: steps_of_threads(4), place.environment(home, fails)).answer() or [None] * 4:
+    for each in (
+        Child(lambda: steps_of_threads(4), place.environment(home, fails)).answer() or [None] * 4
+    ):
         yield is_wrong(each)
     yield is_wrong(Child(step, place.environment(home, fails)).answer())
 
@@ -356,7 +381,9 @@ def processes_where_files_cannot_be_locked(place: Place, count: int) -> Iterator
         fcntl.flock = flock
         return step()
 
-    yield from processes(place, count, lambda: in_new_pids(unlocked) if os.geteuid() == 0 else unlocked())
+    yield from processes(
+        place, count, lambda: in_new_pids(unlocked) if os.geteuid() == 0 else unlocked()
+    )
     place.compilations()
 
 
@@ -372,24 +399,32 @@ def compilers_with_arguments(place: Place) -> Iterator[bool]:
         f"'{folder}/g++' -O2",
     ):
         yield is_wrong(Child(step, place.environment(place.home(), command)).answer())
-    yield is_wrong(Child(step, place.environment(place.home(), "'g++ -O2")).answer(), False, most_warnings=1)
+    yield is_wrong(
+        Child(step, place.environment(place.home(), "'g++ -O2")).answer(), False, most_warnings=1
+    )
 
 
 def processes_killed_while_they_compile(place: Place, count: int) -> Iterator[bool]:
     for i in range(count):
-        half = place.write_compiler("half", f"head -c 9000 {place.good} > $target; sleep 0.4; cp {place.good} $target")
+        half = place.write_compiler(
+            "half", f"head -c 9000 {place.good} > $target; sleep 0.4; cp {place.good} $target"
+        )
         home = place.home()
         child = Child(step, place.environment(home, half))
         time.sleep(0.05 + 0.4 * i / count)
         os.kill(child.pid, signal.SIGKILL)
         child.answer()
         start = time.monotonic()
-        yield is_wrong(Child(step, place.environment(home, half)).answer()) or time.monotonic() - start > 60
+        yield (
+            is_wrong(Child(step, place.environment(home, half)).answer())
+            or time.monotonic() - start > 60
+        )
     place.compilations()
 
 
 def a_lock_that_is_never_released(place: Place) -> Iterator[bool]:
-    """Hold the lock in a process forked while its parent compiles, and outliving it; the wait is shortened."""
+    """Hold the lock in a process forked while its parent compiles, and outliving it; the wait is
+    shortened."""
     home = place.home()
     Child(step, place.environment(home)).answer()
     (library,) = (home / "fp8_backends").glob("*.so")
@@ -408,12 +443,16 @@ def a_lock_that_is_never_released(place: Place) -> Iterator[bool]:
         yield is_wrong(Child(soon, place.environment(home)).answer())
 
 
-def in_mount(folder: Path, flags: int, options: str, function: Callable[[], object]) -> Callable[[], object]:
+def in_mount(
+    folder: Path, flags: int, options: str, function: Callable[[], object]
+) -> Callable[[], object]:
     """Run the function in a process with a separate disk mounted at this folder."""
 
     def run() -> object:
         library = ctypes.CDLL(None, use_errno=True)
-        if library.unshare(_NEW_MOUNTS) or library.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None):
+        if library.unshare(_NEW_MOUNTS) or library.mount(
+            b"none", b"/", None, _RECURSIVE | _PRIVATE, None
+        ):
             return "not permitted"
         if library.mount(b"tmpfs", bytes(folder), b"tmpfs", flags, options.encode()):
             return "not permitted"
@@ -432,7 +471,10 @@ def a_home_that_cannot_be_written(place: Place) -> Iterator[bool]:
     for home in ("/proc/home", "/dev/null"):
         yield is_wrong(Child(step, place.environment(home)).answer(), most_warnings=1)
     for home in (".", "none"):
-        yield is_wrong(Child(step, place.environment("") | {"HOME": home}, place.home()).answer(), most_warnings=1)
+        yield is_wrong(
+            Child(step, place.environment("") | {"HOME": home}, place.home()).answer(),
+            most_warnings=1,
+        )
 
 
 def a_full_disk(place: Place) -> Iterator[bool]:
@@ -490,22 +532,36 @@ def tried(place: Place, attack: Callable, *arguments: int) -> Result:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer lengths, places and processes")
-    parser.add_argument("--only", default="", metavar="TEXT", help="attacks with this text in their name")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="attacks with this text in their name"
+    )
     parser.add_argument("--out", type=Path, help="folder for the record")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)  # processes are forked from this one, so it starts no threads
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder).resolve())
-        results = [tried(place, *each) for each in attacks(arguments.quick) if arguments.only in name(each[0])]
+        results = [
+            tried(place, *each)
+            for each in attacks(arguments.quick)
+            if arguments.only in name(each[0])
+        ]
     seconds = time.monotonic() - start
     print(table(["attack", "trials", "succeeded", ""], [list(each) for each in results]))
     succeeded = sum(each.succeeded for each in results)
-    print(f"{succeeded} of {sum(each.trials for each in results)} trials succeeded, in {seconds:.0f} s")
+    print(
+        f"{succeeded} of {sum(each.trials for each in results)} trials succeeded, in {seconds:.0f} "
+        "s"
+    )
     if arguments.out:
-        record = {"question": "attacks on the cache of compiled code", "attacks": [each._asdict() for each in results]}
+        record = {
+            "question": "attacks on the cache of compiled code",
+            "attacks": [each._asdict() for each in results],
+        }
         path = arguments.out / f"cache_attacks_cpu_{cpu_features()}.json"
         write_json(str(path), {**record, "seconds": seconds})
     if succeeded:

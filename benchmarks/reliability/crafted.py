@@ -1,9 +1,10 @@
 """Load crafted states: each must be refused, with model and optimizer unchanged.
 
-Every field of a checkpoint gets every fault of its kind: the optimizer's state dict at each level, plain and as scaled
-tensors; scaling states of `native:delayed` and of the window rule; pickled scaled tensors; and the files of
-`load_state` for two models with an optimizer each, with the fault in the last. Each must be refused by an
-`FP8BackendError` without a changed byte. Genuine states, and states from other programs, must load.
+Every field of a checkpoint gets every fault of its kind: the optimizer's state dict at each level,
+plain and as scaled tensors; scaling states of `native:delayed` and of the window rule; pickled
+scaled tensors; and the files of `load_state` for two models with an optimizer each, with the fault
+in the last. Each must be refused by an `FP8BackendError` without a changed byte. Genuine states,
+and states from other programs, must load.
 
 Exits with 1 otherwise. Faults are only in the contents: no checksum here reveals them.
 """
@@ -58,35 +59,53 @@ class Case(NamedTuple):
 
 
 class Run:
-    """Prepare one or two small models together, with an optimizer each, and train them for two steps."""
+    """Prepare one or two small models together, with an optimizer each, and train them for two
+    steps."""
 
-    def __init__(self, backend: str, models: int = 1, made: list[nn.Module] | None = None, **fields: Any) -> None:
+    def __init__(
+        self, backend: str, models: int = 1, made: list[nn.Module] | None = None, **fields: Any
+    ) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
         self.accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], cpu=True)
         torch.manual_seed(0)
-        made = made or [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(models)]
+        made = made or [
+            nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+            for _ in range(models)
+        ]
         optimizers = [torch.optim.AdamW(model.parameters(), 1e-3) for model in made]
         prepared = self.accelerator.prepare(*made, *optimizers)
-        self.models, self.optimizers = prepared[: len(made)], [each.optimizer for each in prepared[len(made) :]]
+        self.models, self.optimizers = (
+            prepared[: len(made)],
+            [each.optimizer for each in prepared[len(made) :]],
+        )
         for _ in range(2):
             for model in self.models:
-                self.accelerator.backward(model(torch.randn(32, model[0].in_features)).square().mean())
+                self.accelerator.backward(
+                    model(torch.randn(32, model[0].in_features)).square().mean()
+                )
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
 
     def stored(self) -> list[tuple[str, Any]]:
-        """Return every byte stored by models, scaling states and optimizers, and the optimizers' options."""
+        """Return every byte stored by models, scaling states and optimizers, and the optimizers'
+        options."""
         found: list[tuple[str, Any]] = []
         for model in self.models:
-            found += [(name, bytes_of(p)) for name, p in (*model.named_parameters(), *model.named_buffers())]
+            found += [
+                (name, bytes_of(p))
+                for name, p in (*model.named_parameters(), *model.named_buffers())
+            ]
             for name, root, known in prepared_roots(model):
                 if hasattr(known.compute, "scaling_state"):
                     state = known.compute.scaling_state(root)
                     found += [(f"{name}.{key}", bytes_of(tensor)) for key, tensor in state.items()]
         for optimizer in self.optimizers:
-            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            groups = [
+                {k: v for k, v in group.items() if k != "params"}
+                for group in optimizer.param_groups
+            ]
             found.append(("options", repr(groups)))
             for group in optimizer.param_groups:
                 for p in group["params"]:
@@ -100,7 +119,10 @@ def bytes_of(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     parts = stored_parts(value.detach(), exact=True)
-    return [(part.dtype, part.shape, bytes(part.reshape(-1).view(torch.uint8).numpy())) for part in parts]
+    return [
+        (part.dtype, part.shape, bytes(part.reshape(-1).view(torch.uint8).numpy()))
+        for part in parts
+    ]
 
 
 # Faults
@@ -154,14 +176,27 @@ TENSORS = {
     "None": lambda t: None,
     **{f"one element {number}": with_element(number) for number in (NAN, INF, -INF)},
 }
-STEPS = (NAN, INF, -1.0, 2.5, "2", None, True, torch.ones(2), torch.ones(1), torch.tensor(True), torch.tensor(1j))
+STEPS = (
+    NAN,
+    INF,
+    -1.0,
+    2.5,
+    "2",
+    None,
+    True,
+    torch.ones(2),
+    torch.ones(1),
+    torch.tensor(True),
+    torch.tensor(1j),
+)
 NUMBERS = (NAN, INF, -1.0, "0.1", None, True, [0.1], torch.ones(2), torch.tensor(NAN))
 BETAS = (0.9, (0.9,), (0.9, 1.0), (NAN, 0.9), (-0.1, 0.9), ("0.9", "0.9"), None)
 SCALES = {"0": 0.0, "negative": -1.0, "NaN": NAN, "inf": INF, "beyond FP32 with its values": 3e38}
 
 
 def of_optimizer(state: dict[str, Any]) -> Iterator[Case]:
-    """Yield faults of an optimizer's state dict, in the last parameter with a state of each kind."""
+    """Yield faults of an optimizer's state dict, in the last parameter with a state of each
+    kind."""
     last = max(state["state"])
     matrix = max(key for key, each in state["state"].items() if each["exp_avg"].dim() == 2)
     for value in STEPS:
@@ -173,7 +208,11 @@ def of_optimizer(state: dict[str, Any]) -> Iterator[Case]:
     for name in ("exp_avg", "exp_avg_sq"):
         yield Case(name, "NaN in the last parameter", put(with_element(NAN), ("state", last, name)))
     yield Case("exp_avg_sq", "negative", put(with_element(-1e-30), ("state", matrix, "exp_avg_sq")))
-    yield Case("exp_avg_sq", "negative, last parameter", put(with_element(-1.0), ("state", last, "exp_avg_sq")))
+    yield Case(
+        "exp_avg_sq",
+        "negative, last parameter",
+        put(with_element(-1.0), ("state", last, "exp_avg_sq")),
+    )
     for name in ("step", "exp_avg", "exp_avg_sq"):
         yield Case(name, "missing", drop("state", last, name))
     for name in ("lr", "eps", "weight_decay"):
@@ -182,7 +221,13 @@ def of_optimizer(state: dict[str, Any]) -> Iterator[Case]:
         yield Case(name, "missing", drop("param_groups", 0, name))
     for value in BETAS:
         yield Case("betas", repr(value), put(lambda _, v=value: v, ("param_groups", 0, "betas")))
-    switches = {"maximize": "yes", "fused": 1, "foreach": "auto", "capturable": None, "amsgrad": True}
+    switches = {
+        "maximize": "yes",
+        "fused": 1,
+        "foreach": "auto",
+        "capturable": None,
+        "amsgrad": True,
+    }
     for name, value in switches.items():
         yield Case(name, repr(value), put(value, ("param_groups", 0, name)))
     params = ("param_groups", 0, "params")
@@ -191,15 +236,23 @@ def of_optimizer(state: dict[str, Any]) -> Iterator[Case]:
     yield Case("params", "None", put(None, params))
     for value in (3, ["weight"]):
         yield Case(
-            "param_names", repr(value), put(lambda groups, v=value: [groups[0] | {"param_names": v}], params[:1])
+            "param_names",
+            repr(value),
+            put(lambda groups, v=value: [groups[0] | {"param_names": v}], params[:1]),
         )
     yield Case("param_groups", "one too many", put(lambda groups: groups * 2, ("param_groups",)))
     yield Case("param_groups", "none", put([], ("param_groups",)))
     yield Case("param_groups", "missing", drop("param_groups"))
     yield Case("state", "missing", drop("state"))
     yield Case("state", "a list", put(lambda states: [*states.values()], ("state",)))
-    yield Case("state", "of an unknown parameter", put(lambda states: {**states, 99: states[last]}, ("state",)))
-    yield Case("state", "of a parameter is a list", put(lambda each: [*each.values()], ("state", last)))
+    yield Case(
+        "state",
+        "of an unknown parameter",
+        put(lambda states: {**states, 99: states[last]}, ("state",)),
+    )
+    yield Case(
+        "state", "of a parameter is a list", put(lambda each: [*each.values()], ("state", last))
+    )
 
 
 def of_scaled(state: dict[str, Any]) -> Iterator[Case]:
@@ -211,12 +264,19 @@ def of_scaled(state: dict[str, Any]) -> Iterator[Case]:
                     yield Case(f"scale of {name}", fault, _refilled(key, name, "scale_inv", number))
                 if states[name].codes.dtype != torch.uint8:  # all of whose codes are numbers
                     yield Case(f"codes of {name}", "NaN", _refilled(key, name, "codes", NAN))
-                gradient = put(lambda scaled: _marked(scaled, "accumulates", True), ("state", key, name))
+                gradient = put(
+                    lambda scaled: _marked(scaled, "accumulates", True), ("state", key, name)
+                )
                 yield Case(name, "a scaled gradient", gradient)
                 rest = torch.ones(states[name].shape, dtype=torch.int8)
-                residual = put(lambda scaled, rest=rest: _marked(scaled, "residual", rest), ("state", key, name))
+                residual = put(
+                    lambda scaled, rest=rest: _marked(scaled, "residual", rest),
+                    ("state", key, name),
+                )
                 yield Case(name, "a residual", residual)
-                inverted = put(lambda scaled: scaled.view_of(scaled.codes.t()[:1]), ("state", key, name))
+                inverted = put(
+                    lambda scaled: scaled.view_of(scaled.codes.t()[:1]), ("state", key, name)
+                )
                 yield Case(name, "a view of its first column", inverted)
     if stored_parts(state["state"][4]["exp_avg_sq"])[0].dtype != torch.uint8:
         yield Case("codes of exp_avg_sq", "negative", _refilled(4, "exp_avg_sq", "codes", -1.0))
@@ -247,7 +307,9 @@ def of_scaling(state: dict[str, Any]) -> Iterator[Case]:
         yield Case("newest amax", repr(value), put(as_bits(0, 2, value), last))
     for value in (NAN, -1.0, *((INF,) if window else ())):
         yield Case("amax history", repr(value), put(as_bits(0, 5, value), last))
-    yield Case("counter", "-1", put(lambda t: t.clone().index_fill_(1, torch.tensor([1]), -1), last))
+    yield Case(
+        "counter", "-1", put(lambda t: t.clone().index_fill_(1, torch.tensor([1]), -1), last)
+    )
     for dtype in (torch.float32, torch.int64, torch.int16, torch.bfloat16):
         yield Case("state", f"of {dtype}", put(lambda t, d=dtype: t.to(d), last))
     yield Case("state", "of a shorter history", put(lambda t: t[:, :-1], last))
@@ -256,7 +318,9 @@ def of_scaling(state: dict[str, Any]) -> Iterator[Case]:
     yield Case("state", "a list", put(lambda t: t.tolist(), last))
     yield Case("state", "missing", drop(*last))
     yield Case("state", "all missing", put({}, tensors))
-    yield Case("state", "of an unknown layer", put(lambda t: {**t, "0.0/head.fp8": t[last[-1]]}, tensors))
+    yield Case(
+        "state", "of an unknown layer", put(lambda t: {**t, "0.0/head.fp8": t[last[-1]]}, tensors)
+    )
     for name in ("backends", "tensors", "recipes"):
         yield Case(name, "a list", put([1], (SCALING, name)))
         yield Case(name, "of numbers", put({"0.0": 1}, (SCALING, name)))
@@ -292,7 +356,18 @@ def pickles() -> Iterator[tuple[str, str, Pickled]]:
     for place, field, faults in (
         (0, "data", (codes.long(), codes.float(), codes.to_sparse(), [1, 2], None)),
         (1, "storage", (torch.int64, torch.float16, torch.bfloat16, torch.complex64, "fp8", None)),
-        (2, "scale_inv", (torch.ones(2), torch.ones(1), torch.ones((), dtype=torch.int64), scale.double(), 1.0, None)),
+        (
+            2,
+            "scale_inv",
+            (
+                torch.ones(2),
+                torch.ones(1),
+                torch.ones((), dtype=torch.int64),
+                scale.double(),
+                1.0,
+                None,
+            ),
+        ),
         (
             3,
             "context",
@@ -326,7 +401,11 @@ def pickles() -> Iterator[tuple[str, str, Pickled]]:
     ):
         for fault in faults:
             crafted = Pickled(*[fault if i == place else part for i, part in enumerate(sound)])
-            described = f"{fault.dtype} {tuple(fault.shape)}" if isinstance(fault, torch.Tensor) else repr(fault)
+            described = (
+                f"{fault.dtype} {tuple(fault.shape)}"
+                if isinstance(fault, torch.Tensor)
+                else repr(fault)
+            )
             yield field, described.replace("\n", " ")[:60], crafted
 
 
@@ -349,14 +428,22 @@ def of_files(folder: Path) -> Iterator[Case]:
     """Yield faults in the files of `load_state`: state faults belong to the second model."""
     for name, texts in FILES.items():
         for text in texts:
-            yield Case(name, "missing" if text is None else repr(text), lambda at, n=name, t=text: _write(at / n, t))
+            yield Case(
+                name,
+                "missing" if text is None else repr(text),
+                lambda at, n=name, t=text: _write(at / n, t),
+            )
     optimizer = torch.load(folder / "optimizer_1.bin")
     for case in of_optimizer(optimizer):
-        yield case._replace(field=f"optimizer_1.bin: {case.field}", damage=_in_file("optimizer_1.bin", case.damage))
+        yield case._replace(
+            field=f"optimizer_1.bin: {case.field}", damage=_in_file("optimizer_1.bin", case.damage)
+        )
     names = [*load_file(folder / "fp8_scaling_0.safetensors")]
     for value in (NAN, -1.0):
         damage = put(as_bits(2, 0, value), (max(names),))
-        yield Case("fp8_scaling_0: scale", repr(value), _in_file("fp8_scaling_0.safetensors", damage))
+        yield Case(
+            "fp8_scaling_0: scale", repr(value), _in_file("fp8_scaling_0.safetensors", damage)
+        )
 
 
 def _write(path: Path, text: str | None) -> None:
@@ -396,7 +483,11 @@ def sound(state: dict[str, Any]) -> Iterator[Case]:
     yield Case("exp_avg_sq", "FP64", put(lambda t: t.double(), ("state", 0, "exp_avg_sq")))
     yield Case("lr", "a tensor", put(lambda lr: torch.tensor(lr), ("param_groups", 0, "lr")))
     yield Case("lr", "0", put(0, ("param_groups", 0, "lr")))
-    yield Case("options", "a scheduler's", put(lambda groups: [{**groups[0], "initial_lr": 1e-3}], ("param_groups",)))
+    yield Case(
+        "options",
+        "a scheduler's",
+        put(lambda groups: [{**groups[0], "initial_lr": 1e-3}], ("param_groups",)),
+    )
     if SCALING in state and state[SCALING]["tensors"]:
         name = [*state[SCALING]["tensors"]][0]
         last = (SCALING, "tensors", name)
@@ -462,7 +553,12 @@ def crafted_folders(backend: str) -> Iterator[dict[str, str]]:
         for case in of_files(folder):
             case.damage(folder)
             found = outcome(run, lambda: run.accelerator.load_state(str(folder)), before)
-            yield {"of": f"load_state, {backend}", "field": case.field, "fault": case.fault, "wrong": found}
+            yield {
+                "of": f"load_state, {backend}",
+                "field": case.field,
+                "fault": case.fault,
+                "wrong": found,
+            }
             for path, data in contents.items():
                 path.write_bytes(data)
             if found:
@@ -502,8 +598,11 @@ def loaded(backend: str) -> Iterator[dict[str, str]]:
 
 
 def cost(backend: str, width: int = 2048, layers: int = 8) -> dict[str, Any]:
-    """Return the time of checking an optimizer's file, and of `load_state` as a whole. Files are in memory."""
-    run = Run(backend, made=[nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])])
+    """Return the time of checking an optimizer's file, and of `load_state` as a whole. Files are in
+    memory."""
+    run = Run(
+        backend, made=[nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])]
+    )
     with tempfile.TemporaryDirectory() as folder:
         run.accelerator.save_state(folder)
         functions = {
@@ -513,7 +612,9 @@ def cost(backend: str, width: int = 2048, layers: int = 8) -> dict[str, Any]:
         seconds = interleaved(functions, runs=5, warmup=1)
         size = Path(folder, "optimizer.bin").stat().st_size
     share = ratio(seconds["look"], seconds["load_state"])
-    return {"of": backend, "bytes": size, "share": share} | {name: summary(each) for name, each in seconds.items()}
+    return {"of": backend, "bytes": size, "share": share} | {
+        name: summary(each) for name, each in seconds.items()
+    }
 
 
 def main() -> int:
@@ -533,17 +634,29 @@ def main() -> int:
         for of, tried in Counter(row["of"] for row in refused).items()
     ]
     print(table(["crafted states of", "tried", "not refused, or changed something"], rows))
-    print(f"{len(accepted)} sound states tried, {sum(row['wrong'] != '' for row in accepted)} not loaded")
-    costs = [] if args.quick else [cost(backend) for backend in ("msamp:O1", "msamp:O2", "msamp:O3")]
+    print(
+        f"{len(accepted)} sound states tried, {sum(row['wrong'] != '' for row in accepted)} not "
+        "loaded"
+    )
+    costs = (
+        [] if args.quick else [cost(backend) for backend in ("msamp:O1", "msamp:O2", "msamp:O3")]
+    )
     for each in costs:
-        print(f"{each['of']}: the look at the optimizer's file takes {interval(each['share'])} of load_state")
+        print(
+            f"{each['of']}: the look at the optimizer's file takes {interval(each['share'])} of "
+            "load_state"
+        )
     failures = [row for row in (*refused, *accepted) if row["wrong"]]
-    print("\n".join(f"{row['of']}: {row['field']} {row['fault']}: {row['wrong']}" for row in failures))
+    print(
+        "\n".join(f"{row['of']}: {row['field']} {row['fault']}: {row['wrong']}" for row in failures)
+    )
     if args.out:
         counts = Counter((row["of"], row["field"]) for row in refused)
         record = {
             "seconds": round(time.perf_counter() - began),
-            "crafted": [{"of": of, "field": field, "tried": tried} for (of, field), tried in counts.items()],
+            "crafted": [
+                {"of": of, "field": field, "tried": tried} for (of, field), tried in counts.items()
+            ],
             "sound": len(accepted),
             "failures": failures,
             "cost": costs,

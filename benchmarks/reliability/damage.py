@@ -1,9 +1,10 @@
 """Load damaged checkpoints: each must be refused by name, and nothing of it loaded.
 
-Checkpoints of small trainings are damaged in one file at a time: a zeroed tail, a flipped bit, a part of the file,
-nothing of it, no file, or the same file of another step. Every kind of file takes every damage, at random places.
-`load_state` must raise one `FP8BackendError` with the names of the file and of the whole checkpoint next to it, and
-leave model, optimizer and scheduler unchanged; `newest_checkpoint` must find the neighbour. Exits with 1 otherwise.
+Checkpoints of small trainings are damaged in one file at a time: a zeroed tail, a flipped bit, a
+part of the file, nothing of it, no file, or the same file of another step. Every kind of file takes
+every damage, at random places. `load_state` must raise one `FP8BackendError` with the names of the
+file and of the whole checkpoint next to it, and leave model, optimizer and scheduler unchanged;
+`newest_checkpoint` must find the neighbour. Exits with 1 otherwise.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ DAMAGES = (*CONTENTS, "removed", "of another step")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="over all files and damages, of each backend (3)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="over all files and damages, of each backend (3)"
+    )
     parser.add_argument("--quick", action="store_true", help="one round of one backend")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write the record")
@@ -66,24 +69,42 @@ def main() -> int:
             raise SystemExit(outcomes.text)
         found += [(backend, *outcome) for outcome in outcomes]
     files = Counter(kind for _, kind, *_ in found)
-    failures = [f"{backend}: {kind}, {damage}: {wrong}" for backend, kind, damage, wrong in found if wrong]
+    failures = [
+        f"{backend}: {kind}, {damage}: {wrong}" for backend, kind, damage, wrong in found if wrong
+    ]
     refused = Counter(kind for _, kind, _, wrong in found if not wrong)
-    print(table(["file", "damaged", "refused by name"], [[kind, n, refused[kind]] for kind, n in files.items()]))
+    print(
+        table(
+            ["file", "damaged", "refused by name"],
+            [[kind, n, refused[kind]] for kind, n in files.items()],
+        )
+    )
     print(f"{len(found)} damaged checkpoints, {len(found) - len(failures)} refused")
     print("\n".join(failures))
     if args.out:
-        results = [{"file": kind, "damaged": n, "refused": refused[kind]} for kind, n in files.items()]
-        record = {"seconds": round(time.perf_counter() - began), "damages": DAMAGES, "failures": failures}
-        write_json(str(args.out / f"damage_cpu_{cpu_features()}.json"), record | {"results": results})
+        results = [
+            {"file": kind, "damaged": n, "refused": refused[kind]} for kind, n in files.items()
+        ]
+        record = {
+            "seconds": round(time.perf_counter() - began),
+            "damages": DAMAGES,
+            "failures": failures,
+        }
+        write_json(
+            str(args.out / f"damage_cpu_{cpu_features()}.json"), record | {"results": results}
+        )
     return int(bool(failures))
 
 
 def damage_all(backend: str, rounds: int, seed: int) -> list[tuple[str, str, str]]:
-    """Damage every file in every way; yield the kind of file, the damage, and faults of the refusal."""
+    """Damage every file in every way; yield the kind of file, the damage, and faults of the
+    refusal."""
     rng, outcomes = random.Random(seed), []
     with tempfile.TemporaryDirectory() as folder:
         run = Run(backend, Path(folder), anew=True)
-        run.accelerator.register_for_checkpointing(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9))
+        run.accelerator.register_for_checkpointing(
+            torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
+        )
         for number in (1, 2, 3):
             run.step(number)
             run.save()
@@ -93,7 +114,13 @@ def damage_all(backend: str, rounds: int, seed: int) -> list[tuple[str, str, str
         for name in sorted(path.name for path in newest.iterdir()) * rounds:
             for damage in DAMAGES:
                 if damage_file(newest / name, older / name, damage, rng):
-                    outcomes.append((re.sub(r"_\d+", "_N", name), damage, wrong_of(run, newest, older, name, before)))
+                    outcomes.append(
+                        (
+                            re.sub(r"_\d+", "_N", name),
+                            damage,
+                            wrong_of(run, newest, older, name, before),
+                        )
+                    )
                     shutil.copy(Path(folder, "kept", name), newest / name)
         run.load(newest)  # the restored file is whole
     return outcomes

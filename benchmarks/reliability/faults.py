@@ -1,9 +1,10 @@
 """Plant faults: the guard must name each at its step, and no other.
 
-Each run trains a small model through stock Accelerate and plants one fault at a random step: in a batch, a gradient, a
-scaling state, or on one of two ranks. The guard must name it at that step, with its place; follow its action on all
-ranks; and find nothing in long sound runs with changing batch sizes, evaluation in between, accumulation, and a frozen
-layer. Steps are timed with the guard on and off in turns. Exits with 1 otherwise.
+Each run trains a small model through stock Accelerate and plants one fault at a random step: in a
+batch, a gradient, a scaling state, or on one of two ranks. The guard must name it at that step,
+with its place; follow its action on all ranks; and find nothing in long sound runs with changing
+batch sizes, evaluation in between, accumulation, and a frozen layer. Steps are timed with the guard
+on and off in turns. Exits with 1 otherwise.
 """
 
 from __future__ import annotations
@@ -72,16 +73,26 @@ OF_STATES = (
 class Run:
     """A small training through Accelerate, with a guard."""
 
-    def __init__(self, backend: str, action: str, width: int = 32, dropout: float = 0.0, **fields: Any) -> None:
+    def __init__(
+        self, backend: str, action: str, width: int = 32, dropout: float = 0.0, **fields: Any
+    ) -> None:
         AcceleratorState._reset_state(True)
         torch.manual_seed(0)
         microbatches = fields.pop("microbatches", 1)
         guard.COMPARED_EVERY = fields.pop("compared_every", EVERY)
         recipe = fp8_backends.FP8RecipeKwargs(backend=backend, guard=action, **fields)
         self.accelerator = Accelerator(
-            mixed_precision="fp8", kwargs_handlers=[recipe], gradient_accumulation_steps=microbatches
+            mixed_precision="fp8",
+            kwargs_handlers=[recipe],
+            gradient_accumulation_steps=microbatches,
         )
-        layers = [nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.Dropout(dropout), nn.Linear(width, 16)]
+        layers = [
+            nn.Linear(32, width),
+            nn.GELU(),
+            nn.Linear(width, width),
+            nn.Dropout(dropout),
+            nn.Linear(width, 16),
+        ]
         self.bare, self.width = nn.Sequential(*layers), width
         optimizer = torch.optim.AdamW(self.bare.parameters(), 1e-3)
         self.model, self.optimizer = self.accelerator.prepare(self.bare, optimizer)
@@ -113,12 +124,17 @@ class Run:
     def stored(self) -> list[torch.Tensor]:
         """Return copies of everything an optimizer step changes."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
-        tensors = [*self.bare.parameters(), *(each for each in states if isinstance(each, torch.Tensor))]
+        tensors = [
+            *self.bare.parameters(),
+            *(each for each in states if isinstance(each, torch.Tensor)),
+        ]
         return [part.detach().clone() for each in tensors for part in stored_parts(each)]
 
 
 @contextlib.contextmanager
-def planted(run: Run, fault: str, x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def planted(
+    run: Run, fault: str, x: torch.Tensor, y: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Return a batch, and the fault of its step."""
     hook = None
     if "NaN in" in fault:
@@ -129,7 +145,9 @@ def planted(run: Run, fault: str, x: torch.Tensor, y: torch.Tensor) -> Iterator[
         y = y * 1e3
     elif "gradient" in fault:
         hook = run.bare[2].register_forward_hook(
-            lambda module, args, output: output.register_hook(lambda g: g.where(g < g.max(), float("inf"))) and None
+            lambda module, args, output: (
+                output.register_hook(lambda g: g.where(g < g.max(), float("inf"))) and None
+            )
         )
     yield x, y
     if hook is not None:
@@ -185,7 +203,11 @@ def trial(backend: str, action: str, fault: str, at: int) -> dict[str, Any]:
     named = [fault for fault in run.found if fault.step >= at]
     wrong += judged(run, backend, fault, at, named, is_mine)
     if not alone or is_mine:
-        wrong += [] if (stopped is not None) == (action == "stop") else ["stopped" if stopped else "did not stop"]
+        wrong += (
+            []
+            if (stopped is not None) == (action == "stop")
+            else ["stopped" if stopped else "did not stop"]
+        )
     decisions = [tuple(each) for each in run.found] if not alone else []
     return {"wrong": wrong, "decisions": decisions, "named": [str(each) for each in named[:2]]}
 
@@ -197,13 +219,23 @@ def judged(run: Run, backend: str, fault: str, at: int, named: list, is_mine: bo
         return [f"named on a rank that did nothing wrong: {named[0]}"] if named else []
     due = at
     if fault == "history frozen":
-        due = next((each.step for each in named if at + FROZEN - 1 <= each.step <= at + FROZEN + 1), at)
+        due = next(
+            (each.step for each in named if at + FROZEN - 1 <= each.step <= at + FROZEN + 1), at
+        )
     if " weight" in fault and "bit" in fault:
         due = -(-at // EVERY) * EVERY
     first = [each for each in named if each.step == due]
     missing = kinds - {each.kind for each in first}
-    wrong = [f"not named at step {due}: {', '.join(sorted(missing))} (named: {named[:2]})"] if missing else []
-    if place and first and not any(each.where and each.where[0].startswith(place) for each in first):
+    wrong = (
+        [f"not named at step {due}: {', '.join(sorted(missing))} (named: {named[:2]})"]
+        if missing
+        else []
+    )
+    if (
+        place
+        and first
+        and not any(each.where and each.where[0].startswith(place) for each in first)
+    ):
         wrong.append(f"named in {first[0].where}")
     wrong += [f"false alarm at step {each.step}: {each}" for each in run.found if each.step < at]
     return wrong
@@ -213,21 +245,28 @@ def steps_of(faults: dict, backend: str, rng: random.Random) -> list[tuple[str, 
     """Return the faults of a backend, each with its step."""
     is_stateless = backend.startswith("ao")
     chosen = [fault for fault in faults if not (is_stateless and fault in OF_STATES)]
-    if backend == "msamp:O3":  # its steps wait for all ranks: the guard stops the rank, and leaves no run to judge
+    # its steps wait for all ranks: the guard stops the rank, and leaves no run to judge
+    if backend == "msamp:O3":
         chosen = [fault for fault in chosen if "skips" not in fault]
-    # a scale is synchronized again with the next backward, and each step recomputes the codes of a weight at O3:
-    # such a bit only exists if it is compared at once
-    heals = {"a bit of rank 1's scale"} | ({"a bit of rank 1's weight"} if backend == "msamp:O3" else set())
+    # a scale is synchronized again with the next backward, and each step recomputes the codes of a
+    # weight at O3: such a bit only exists if it is compared at once
+    heals = {"a bit of rank 1's scale"} | (
+        {"a bit of rank 1's weight"} if backend == "msamp:O3" else set()
+    )
     return [(f, LAST // EVERY * EVERY if f in heals else rng.randint(FIRST, LAST)) for f in chosen]
 
 
-def trials(faults: dict, backends: tuple[str, ...], actions: tuple[str, ...], seed: int) -> list[dict[str, Any]]:
+def trials(
+    faults: dict, backends: tuple[str, ...], actions: tuple[str, ...], seed: int
+) -> list[dict[str, Any]]:
     rng, done = random.Random(seed), []
     for backend in backends:
         for action in actions:
             for fault, at in steps_of(faults, backend, rng):
                 outcome = trial(backend, action, fault, at)
-                done.append({"backend": backend, "action": action, "fault": fault, "step": at} | outcome)
+                done.append(
+                    {"backend": backend, "action": action, "fault": fault, "step": at} | outcome
+                )
     return done
 
 
@@ -241,13 +280,17 @@ def on_two_ranks(function, *arguments) -> list[Any]:
         os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder:
-        children = [_forked(rank, Path(folder, str(rank)), function, arguments) for rank in range(2)]
+        children = [
+            _forked(rank, Path(folder, str(rank)), function, arguments) for rank in range(2)
+        ]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
         if any(codes):  # the rank has reported its reason
             raise SystemExit(f"a rank ended with {codes}")
-        return [json.loads(Path(folder, str(rank)).read_text(encoding="utf-8")) for rank in range(2)]
+        return [
+            json.loads(Path(folder, str(rank)).read_text(encoding="utf-8")) for rank in range(2)
+        ]
 
 
 def _forked(rank: int, result: Path, function, arguments: tuple) -> int:
@@ -273,15 +316,21 @@ def _forked(rank: int, result: Path, function, arguments: tuple) -> int:
 
 def clean(backend: str, steps: int, seed: int) -> list[str]:
     """Return the guard's findings in a sound training."""
-    run, rng = Run(backend, "warn", dropout=0.1, compared_every=10, microbatches=2), random.Random(seed)
+    run, rng = (
+        Run(backend, "warn", dropout=0.1, compared_every=10, microbatches=2),
+        random.Random(seed),
+    )
     run.bare[0].weight.requires_grad_(rng.random() < 0.5)
-    schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer.optimizer, lambda step: min(1.0, (step + 1) / 200))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        run.optimizer.optimizer, lambda step: min(1.0, (step + 1) / 200)
+    )
     made = 0
     while made < steps:
         for _ in range(2):
             with run.accelerator.accumulate(run.model):
                 x, y = run.batch(rng.choice((8, 16, 32, 128)))
-                run.backward(x, y, weight=float(rng.random() > 0.01))  # a loss of zero, as of a batch of padding
+                # a loss of zero, as of a batch of padding
+                run.backward(x, y, weight=float(rng.random() > 0.01))
                 run.step()
         schedule.step()
         made += 1
@@ -314,9 +363,19 @@ def cost(backend: str, width: int, runs: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--backend", action="append", choices=BACKENDS, help="this one (repeatable; default: all)")
-    parser.add_argument("--clean", type=int, default=2000, metavar="STEPS", help="without a fault, each backend (2000)")
-    parser.add_argument("--quick", action="store_true", help="one backend, two actions, 100 clean steps, no timing")
+    parser.add_argument(
+        "--backend", action="append", choices=BACKENDS, help="this one (repeatable; default: all)"
+    )
+    parser.add_argument(
+        "--clean",
+        type=int,
+        default=2000,
+        metavar="STEPS",
+        help="without a fault, each backend (2000)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one backend, two actions, 100 clean steps, no timing"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write the record")
     args = parser.parse_args()
@@ -325,13 +384,18 @@ def main() -> int:
     if args.quick:
         backends, actions = backends[:1], ("skip", "stop")
     # ranks first: autograd starts threads, and a process with threads cannot be forked
-    of_ranks = on_two_ranks(trials, ON_RANKS, backends, tuple(a for a in actions if a != "stop"), args.seed)
+    of_ranks = on_two_ranks(
+        trials, ON_RANKS, backends, tuple(a for a in actions if a != "stop"), args.seed
+    )
     found = trials(SINGLE, backends, actions, args.seed)
     for own, other in zip(*of_ranks, strict=True):
         wrong = own["wrong"] + [f"rank 1: {each}" for each in other["wrong"]]
         wrong += ["ranks decided differently"] if own["decisions"] != other["decisions"] else []
         found.append({**own, "wrong": wrong, "named": own["named"] or other["named"]})
-    alarms = {backend: clean(backend, 100 if args.quick else args.clean, args.seed) for backend in backends}
+    alarms = {
+        backend: clean(backend, 100 if args.quick else args.clean, args.seed)
+        for backend in backends
+    }
     costs = {} if args.quick else {backend: cost(backend, 512, 15) for backend in backends}
 
     rows = []
@@ -341,18 +405,36 @@ def main() -> int:
         rows.append([fault, len(of_fault), good, "2" if fault in ON_RANKS else "1"])
     print(table(["fault", "planted", "named at its step, and acted on", "ranks"], rows))
     steps = 100 if args.quick else args.clean
-    print(table(["without a fault", "steps", "false alarms"], [[b, steps, len(a)] for b, a in alarms.items()]))
+    print(
+        table(
+            ["without a fault", "steps", "false alarms"],
+            [[b, steps, len(a)] for b, a in alarms.items()],
+        )
+    )
     if costs:
-        rows = [[backend, interval(of["warn"]), interval(of["skip"])] for backend, of in costs.items()]
+        rows = [
+            [backend, interval(of["warn"]), interval(of["skip"])] for backend, of in costs.items()
+        ]
         print(table(["time of a step / without guard", "warn", "skip"], rows))
     failures = [
-        f"{f['backend']}, {f['action']}, {f['fault']} at {f['step']}: {f['wrong']}" for f in found if f["wrong"]
+        f"{f['backend']}, {f['action']}, {f['fault']} at {f['step']}: {f['wrong']}"
+        for f in found
+        if f["wrong"]
     ]
-    failures += [f"{backend}: false alarm: {alarm}" for backend, of in alarms.items() for alarm in of[:3]]
+    failures += [
+        f"{backend}: false alarm: {alarm}" for backend, of in alarms.items() for alarm in of[:3]
+    ]
     print("\n".join(failures))
     if args.out:
-        record = {"seconds": round(time.perf_counter() - began), "every": EVERY, "steps": STEPS, "failures": failures}
-        cases = [{key: value for key, value in each.items() if key != "decisions"} for each in found]
+        record = {
+            "seconds": round(time.perf_counter() - began),
+            "every": EVERY,
+            "steps": STEPS,
+            "failures": failures,
+        }
+        cases = [
+            {key: value for key, value in each.items() if key != "decisions"} for each in found
+        ]
         record |= {"results": cases, "clean": {"steps": steps, "alarms": alarms}, "cost": costs}
         write_json(str(args.out / f"faults_cpu_{cpu_features()}.json"), record)
     return int(bool(failures))

@@ -1,9 +1,10 @@
 """Fuzz inputs: bad ones must end in an error of this package, and no field may be ignored.
 
-Seeded cases of `fuzz_cases.py` run in this process: backend strings, recipes, the environment, configuration files,
-commands, and calls of public functions. Each either works or is refused by a message of at most 2,000 characters with
-the fault's name. Accepted input must keep its meaning: every field is in the recipe, and the recipe survives a file,
-the environment, flags, a pickle. Anything else is a fault, and exit code 1.
+Seeded cases of `fuzz_cases.py` run in this process: backend strings, recipes, the environment,
+configuration files, commands, and calls of public functions. Each either works or is refused by a
+message of at most 2,000 characters with the fault's name. Accepted input must keep its meaning:
+every field is in the recipe, and the recipe survives a file, the environment, flags, a pickle.
+Anything else is a fault, and exit code 1.
 
     benchmarks/reliability/fuzz.py --cases 10000 --seed 1
     benchmarks/reliability/fuzz.py --replay '{"area": "strings", "text": "native::"}'
@@ -67,8 +68,8 @@ SECONDS = 2.0
 """CPU seconds of a case. A longer one hangs; so does one that waits 15 times as long."""
 _ALARMS = (signal.SIGVTALRM, signal.SIGALRM)
 OUTCOMES = ("worked", "refused", "internal", "unclear", "ignored")
-"""An `internal` error is any from elsewhere, or a hang; an `unclear` refusal is too long, or names nothing of the
-input; `ignored` is accepted input missing in the recipe."""
+"""An `internal` error is any from elsewhere, or a hang; an `unclear` refusal is too long, or names
+nothing of the input; `ignored` is accepted input missing in the recipe."""
 
 
 class Unclear(AssertionError):
@@ -100,7 +101,8 @@ def run_recipes(case: Case) -> None:
     fields = decoded(case["fields"])
     origin, _, name = case["handler"].rpartition(".")
     if origin == "accelerate":
-        handler = object.__new__(getattr(accelerate.utils, name))  # its own __init__ needs its library
+        # its own __init__ needs its library
+        handler = object.__new__(getattr(accelerate.utils, name))
         handler.__dict__.update(fields)
     elif origin == "te":
         handler = type(name, (), {"fp8_format": "HYBRID"})()
@@ -111,7 +113,14 @@ def run_recipes(case: Case) -> None:
     theirs = [NAMES[field][0].name for field in fields if field in NAMES]
     recipe = named(make, (fields,), *fields, *theirs, fields.get("backend"), name, "ao:")
     if recipe.backend is not None or name != "dict":  # else auto has chosen
-        check_seen(recipe, {field: value for field, value in fields.items() if (field, value) != ("backend", "auto")})
+        check_seen(
+            recipe,
+            {
+                field: value
+                for field, value in fields.items()
+                if (field, value) != ("backend", "auto")
+            },
+        )
         if recipe.compute != "auto":
             check_round_trips(recipe)
 
@@ -119,29 +128,53 @@ def run_recipes(case: Case) -> None:
 def run_environment(case: Case) -> None:
     variables = case["variables"]
     with changed_environment(variables):
-        if LAUNCHED not in variables and not any(name.upper().startswith(PREFIX) for name in variables):
+        if LAUNCHED not in variables and not any(
+            name.upper().startswith(PREFIX) for name in variables
+        ):
             args = launch.parse(["--cpu", "--num_processes", "2", __file__])
             configuration = launch.Configuration()
             launch._check_launcher(args, configuration)
             return launch._wants_cpu_ranks(args, configuration)
-        fields = [fuzz_cases.FIELD_OF_SUFFIX.get(name.upper().removeprefix(PREFIX)) for name in variables]
+        fields = [
+            fuzz_cases.FIELD_OF_SUFFIX.get(name.upper().removeprefix(PREFIX)) for name in variables
+        ]
         names = [*variables, *map(str.upper, variables), *fields]  # variables are read in any case
-        recipe = named(from_environment, (), *names, *variables.values(), "OVERRIDE", "OPT_LEVEL", LAUNCHED, "ao:")
+        recipe = named(
+            from_environment,
+            (),
+            *names,
+            *variables.values(),
+            "OVERRIDE",
+            "OPT_LEVEL",
+            LAUNCHED,
+            "ao:",
+        )
         with contextlib.suppress(FP8BackendError):
             code_over_launch(FP8RecipeKwargs(backend="native:delayed"), environment_fields())
     if recipe is not None and LAUNCHED in variables:
         text = variables[LAUNCHED]
         given = json.loads(urllib.parse.unquote(text) if text.startswith("%7B") else text)
-        check_seen(recipe, {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+        check_seen(
+            recipe, {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+        )
     elif recipe is not None:
-        check_seen(recipe, {n: text for n, text in zip(fields, variables.values(), strict=True) if is_given(n, text)})
+        check_seen(
+            recipe,
+            {
+                n: text
+                for n, text in zip(fields, variables.values(), strict=True)
+                if is_given(n, text)
+            },
+        )
 
 
 def is_given(name: str | None, text: str) -> bool:
     """Tell if a variable is set: nonempty, and no default of Accelerate's launcher."""
     if name is None or not text.strip() or (name, text.strip().lower()) == ("backend", "no"):
         return False
-    return FIELDS[name].parsed(text) not in {variable.launcher_default for variable in FIELDS[name].variables}
+    return FIELDS[name].parsed(text) not in {
+        variable.launcher_default for variable in FIELDS[name].variables
+    }
 
 
 def run_files(case: Case) -> None:
@@ -153,7 +186,9 @@ def run_files(case: Case) -> None:
         arguments = launch.parse(["--config_file", str(path), __file__])
         fields: dict[str, Any] = {}
         try:
-            fields = launch.recipe_fields(arguments, launch._configuration(arguments, accelerate_launch))
+            fields = launch.recipe_fields(
+                arguments, launch._configuration(arguments, accelerate_launch)
+            )
         except FP8BackendError as failure:
             check_length(failure)
         if status == 2:
@@ -165,7 +200,11 @@ def run_files(case: Case) -> None:
         same = config.read(str(again), "accelerate")
         if asked.recipe and means(asked.recipe) != (same.recipe and means(same.recipe)):
             raise Ignored(f"{asked.recipe!r} is written as {same.recipe!r}")
-        if fields and asked.recipe is not None and means(FP8RecipeKwargs(**fields)) != means(asked.recipe):
+        if (
+            fields
+            and asked.recipe is not None
+            and means(FP8RecipeKwargs(**fields)) != means(asked.recipe)
+        ):
             raise Ignored(f"config reads {asked.recipe!r}, launch {FP8RecipeKwargs(**fields)!r}")
         if asked.system == "accelerate" and asked.recipe is not None:
             check_block(yaml.safe_load(path.read_bytes()).get("fp8_config") or {}, asked)
@@ -181,7 +220,11 @@ def check_block(block: dict, asked: config.TrainingConfig) -> None:
     for key, value in block.items():
         suffix = str(key).strip().lower().removeprefix("fp8_").upper()
         name = fuzz_cases.FIELD_OF_SUFFIX[suffix]
-        defaults = [v for each in FIELDS[name].variables for v in (each.launcher_default, each.question_default)]
+        defaults = [
+            v
+            for each in FIELDS[name].variables
+            for v in (each.launcher_default, each.question_default)
+        ]
         if value is None or (name == "backend" and str(value).strip().upper() in ("", "NO")):
             continue
         if FIELDS[name].parsed(value) not in defaults and name not in " ".join(asked.notes):
@@ -201,7 +244,8 @@ def written(case: Case, folder: Path) -> Path:
         path = path if kind == "unreadable" else folder / kind
         path.write_bytes(
             case["content"].encode(
-                case.get("encoding", "utf-8"), "replace" if case.get("encoding") else "surrogatepass"
+                case.get("encoding", "utf-8"),
+                "replace" if case.get("encoding") else "surrogatepass",
             )
         )
         path.chmod(0 if kind == "unreadable" else 0o600)
@@ -226,7 +270,9 @@ def run_commands(case: Case) -> None:
 
 def run_command(argv: list[str]) -> tuple[int, str, str]:
     """Return the exit status and the output of a command, encoded as on a terminal."""
-    out, error = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
+    out, error = (
+        io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace")
+    )
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
             status = main.main(argv)
@@ -252,10 +298,14 @@ def run_functions(case: Case) -> None:
     names += ["te:delayed"] if arguments.get("use_te") else []
     if case["function"] == "estimate":
         backends, shardings = arguments.pop("backends"), arguments.pop("shardings")
-        return named(lambda: estimate(Workload(model=_shape(), **arguments), backends, shardings), (), *names)
+        return named(
+            lambda: estimate(Workload(model=_shape(), **arguments), backends, shardings), (), *names
+        )
     before = [{**found} for found in (registry.factories, registry.instances)]
     try:
-        function = next(getattr(place, case["function"]) for place in PLACES if hasattr(place, case["function"]))
+        function = next(
+            getattr(place, case["function"]) for place in PLACES if hasattr(place, case["function"])
+        )
         found = named(lambda: _called(function, arguments), (), *names)
         if case["function"] == "register_backend":
             named(resolve, (arguments["name"].lower(),), "backend")
@@ -288,7 +338,10 @@ def named(function: Any, arguments: tuple, *words: Any) -> Any:
         check_length(error)
         said = str(error)
         spelled = [
-            form for word in words if isinstance(word, str) for form in (word, repr(word)[1:-1], word.replace("-", "_"))
+            form
+            for word in words
+            if isinstance(word, str)
+            for form in (word, repr(word)[1:-1], word.replace("-", "_"))
         ]
         if spelled and not any(word[:20].rstrip("s") in said for word in spelled):
             raise Unclear(f"names none of {', '.join(map(short, words))}: {said[:300]}") from None
@@ -304,7 +357,13 @@ def check_length(error: Exception) -> None:
 def changed_environment(variables: dict[str, str]) -> Iterator[None]:
     saved = dict(os.environ)
     try:
-        os.environ.update({name.replace("=", ""): text for name, text in variables.items() if name.replace("=", "")})
+        os.environ.update(
+            {
+                name.replace("=", ""): text
+                for name, text in variables.items()
+                if name.replace("=", "")
+            }
+        )
         yield
     finally:
         os.environ.clear()
@@ -360,14 +419,20 @@ def _places_of(trace: types.TracebackType | None) -> list[str]:
 
 
 def _places(frame: types.FrameType | None) -> list[str]:
-    return [f"{Path(each.filename).name}:{each.lineno}" for each in reversed(traceback.extract_stack(frame)[-5:])]
+    return [
+        f"{Path(each.filename).name}:{each.lineno}"
+        for each in reversed(traceback.extract_stack(frame)[-5:])
+    ]
 
 
 def smaller(case: Case) -> Iterator[Case]:
     """The same case with less in it."""
     for key in ("fields", "variables", "files") if "function" not in case else ():
         for name in case.get(key, ()):
-            yield {**case, key: {other: value for other, value in case[key].items() if other != name}}
+            yield {
+                **case,
+                key: {other: value for other, value in case[key].items() if other != name},
+            }
     for key in ("argv", "arguments"):
         for at in range(len(case.get(key, ()))):
             yield {**case, key: case[key][:at] + case[key][at + 1 :]}
@@ -375,13 +440,20 @@ def smaller(case: Case) -> Iterator[Case]:
     for at in range(len(lines) if len(lines) < 40 else 0):
         yield {**case, "content": "".join(lines[:at] + lines[at + 1 :])}
     if text := case.get("text", ""):
-        yield from ({**case, "text": text[: len(text) // 2]}, {**case, "text": text[:-1]}, {**case, "text": text[1:]})
+        yield from (
+            {**case, "text": text[: len(text) // 2]},
+            {**case, "text": text[:-1]},
+            {**case, "text": text[1:]},
+        )
 
 
 def shrunk(case: Case, outcome: str, tries: int = 60) -> Case:
     """Return the smallest case found with the same outcome."""
     for _ in range(tries):
-        case_, case = case, next((each for each in smaller(case) if _same_fault(each, outcome)), case)
+        case_, case = (
+            case,
+            next((each for each in smaller(case) if _same_fault(each, outcome)), case),
+        )
         if case_ is case:
             break
     return case
@@ -443,8 +515,13 @@ def warm_up() -> None:
 
 
 def report(counts: dict[str, collections.Counter], faults: list[dict]) -> str:
-    rows = [[area, found.total(), *(found[outcome] for outcome in OUTCOMES)] for area, found in counts.items()]
-    rows.append(["all", *(sum(row[column] for row in rows) for column in range(1, len(OUTCOMES) + 2))])
+    rows = [
+        [area, found.total(), *(found[outcome] for outcome in OUTCOMES)]
+        for area, found in counts.items()
+    ]
+    rows.append(
+        ["all", *(sum(row[column] for row in rows) for column in range(1, len(OUTCOMES) + 2))]
+    )
     lines = [table(["area", "cases", *OUTCOMES], rows)]
     for fault in faults:
         case = json.dumps(fault["case"])
@@ -454,14 +531,18 @@ def report(counts: dict[str, collections.Counter], faults: list[dict]) -> str:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="300 cases")
     parser.add_argument("--shown", type=int, default=20, help="faults to shrink and print")
     parser.add_argument("--area", choices=RUN, help="only the cases of one area")
     parser.add_argument("--replay", metavar="JSON", help="run one case, as printed")
-    parser.add_argument("--out", metavar="FOLDER", help="where the record goes, as fuzz_cpu_FEATURES.json")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="where the record goes, as fuzz_cpu_FEATURES.json"
+    )
     return parser.parse_args()
 
 
@@ -476,12 +557,22 @@ def run() -> None:
     with quiet():
         warm_up()
         limit_memory()
-        counts, faults = run_all([each for each in cases if arguments.area in (None, each["area"])], arguments.shown)
+        counts, faults = run_all(
+            [each for each in cases if arguments.area in (None, each["area"])], arguments.shown
+        )
     seconds = time.perf_counter() - start
     print(report(counts, faults))
     print(f"\n{len(cases)} cases, seed {arguments.seed}, {seconds:.1f} s")
-    record = {"question": "bad input", "seed": arguments.seed, "seconds": seconds, "areas": counts, "faults": faults}
-    write_json(arguments.out and str(Path(arguments.out) / f"fuzz_cpu_{cpu_features()}.json"), record)
+    record = {
+        "question": "bad input",
+        "seed": arguments.seed,
+        "seconds": seconds,
+        "areas": counts,
+        "faults": faults,
+    }
+    write_json(
+        arguments.out and str(Path(arguments.out) / f"fuzz_cpu_{cpu_features()}.json"), record
+    )
     raise SystemExit(bool(faults))
 
 

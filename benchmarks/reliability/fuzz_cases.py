@@ -1,7 +1,8 @@
 """Generate seeded cases for `fuzz.py`: each is a JSON object, so a printed one can be run again.
 
-Values outside JSON are written as `{"$": NAME}`, with NAME from `SPECIAL`. The grammars follow the declared fields of
-recipes and the commands of `fp8-backends`, so a new field is part of them at once.
+Values outside JSON are written as `{"$": NAME}`, with NAME from `SPECIAL`. The grammars follow the
+declared fields of recipes and the commands of `fp8-backends`, so a new field is part of them at
+once.
 """
 
 from __future__ import annotations
@@ -159,10 +160,63 @@ def decoded(value: Any) -> Any:
 
 
 WORDS = (
-    *("", " ", "auto", "native", "te", "ao", "msamp", "ms-amp", "torchao", "transformer_engine", "no", "None", "null"),
-    *("delayed", "dynamic", "tensorwise", "current", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "window"),
-    *("O0", "O1", "O2", "O3", "o2", "O4", "HYBRID", "E4M3", "e5m2", "max", "most_recent", "fp8", "plain", "bf16"),
-    *("true", "False", "1", "0", "yes", "off", "raise", "warn", "stochastic", "nearest", "tensor", "block", "bound"),
+    *(
+        "",
+        " ",
+        "auto",
+        "native",
+        "te",
+        "ao",
+        "msamp",
+        "ms-amp",
+        "torchao",
+        "transformer_engine",
+        "no",
+        "None",
+        "null",
+    ),
+    *(
+        "delayed",
+        "dynamic",
+        "tensorwise",
+        "current",
+        "rowwise",
+        "rowwise_with_gw_hp",
+        "blockwise",
+        "mxfp8",
+        "window",
+    ),
+    *(
+        "O0",
+        "O1",
+        "O2",
+        "O3",
+        "o2",
+        "O4",
+        "HYBRID",
+        "E4M3",
+        "e5m2",
+        "max",
+        "most_recent",
+        "fp8",
+        "plain",
+        "bf16",
+    ),
+    *(
+        "true",
+        "False",
+        "1",
+        "0",
+        "yes",
+        "off",
+        "raise",
+        "warn",
+        "stochastic",
+        "nearest",
+        "tensor",
+        "block",
+        "bound",
+    ),
     *(
         "fp16",
         "fp32",
@@ -181,8 +235,30 @@ WORDS = (
         "²",
         "1" * 99,
     ),
-    *("9223372036854775808", "9" * 5000, "q_proj", "model.layers.*.mlp.*", "a,b", ",", "[", "(", "['a']", "['a'", "(1"),
-    *("(false, false, true)", "[true,true,true]", "true,false", "\x00", "\ufeffnative", "native\u200b", "ﬁ", "İ", "ß"),
+    *(
+        "9223372036854775808",
+        "9" * 5000,
+        "q_proj",
+        "model.layers.*.mlp.*",
+        "a,b",
+        ",",
+        "[",
+        "(",
+        "['a']",
+        "['a'",
+        "(1",
+    ),
+    *(
+        "(false, false, true)",
+        "[true,true,true]",
+        "true,false",
+        "\x00",
+        "\ufeffnative",
+        "native\u200b",
+        "ﬁ",
+        "İ",
+        "ß",
+    ),
     *(
         "\ud800",
         "\udcff",
@@ -199,8 +275,20 @@ WORDS = (
         "-" * 40,
         "[" * 500,
     ),
-    *("bf16_with_fp8_mixed", "fp16-with-fp8-delayed-scaling-mixed", "bf16_with_fp8_current_scaling_mixed"),
-    *("((((" * 200, "['" + "a" * 3000, "['a', 1]", "[" + "(" * 300 + "'a'", "{'a': 1}", "b'max'", "['a', b'c']"),
+    *(
+        "bf16_with_fp8_mixed",
+        "fp16-with-fp8-delayed-scaling-mixed",
+        "bf16_with_fp8_current_scaling_mixed",
+    ),
+    *(
+        "((((" * 200,
+        "['" + "a" * 3000,
+        "['a', 1]",
+        "[" + "(" * 300 + "'a'",
+        "{'a': 1}",
+        "b'max'",
+        "['a', b'c']",
+    ),
 )
 PLAIN = (
     None,
@@ -267,7 +355,11 @@ _GOOD: dict[str, tuple] = {
 
 def good(rng: Random, name: str) -> Any:
     """Return a valid value of the field with this name; True or False for unknown fields."""
-    return backend(rng) if name == "backend" else rng.choice(_GOOD.get(name, (True, False, "true", "no")))
+    return (
+        backend(rng)
+        if name == "backend"
+        else rng.choice(_GOOD.get(name, (True, False, "true", "no")))
+    )
 
 
 # Strings
@@ -275,10 +367,24 @@ def good(rng: Random, name: str) -> Any:
 
 def backend(rng: Random) -> str:
     """Return a string of the grammar COMPUTE[:SCALING][+msamp[:LEVEL]], valid or nearly so."""
-    words = ("delayed", "dynamic", "rowwise", "tensorwise", "current", "blockwise", "mxfp8", "window", "custom")
-    text = rng.choice(("native", "native", "te", "ao", "msamp", "auto", "torchao", "transformer-engine", "ms-amp"))
+    words = (
+        "delayed",
+        "dynamic",
+        "rowwise",
+        "tensorwise",
+        "current",
+        "blockwise",
+        "mxfp8",
+        "window",
+        "custom",
+    )
+    text = rng.choice(
+        ("native", "native", "te", "ao", "msamp", "auto", "torchao", "transformer-engine", "ms-amp")
+    )
     if rng.random() < 0.5:
-        text += ":" + rng.choice((*words, "O2") if text in ("native", "te") else (*words, "O1", "O2", "O3"))
+        text += ":" + rng.choice(
+            (*words, "O2") if text in ("native", "te") else (*words, "O1", "O2", "O3")
+        )
     if rng.random() < 0.3:
         text += "+msamp" + rng.choice(("", ":O0", ":O1", ":O2", ":O3", ":o3", ":"))
     return text
@@ -296,13 +402,23 @@ def mutated(rng: Random, text: str, times: int = 3) -> str:
         elif kind == 2:
             text = text[:at] + rng.choice(WORDS) + text[at:]
         elif kind == 3:
-            text = rng.choice((text.upper(), text.title(), text.swapcase(), f" {text}\n", text.replace(":", " : ")))
+            text = rng.choice(
+                (
+                    text.upper(),
+                    text.title(),
+                    text.swapcase(),
+                    f" {text}\n",
+                    text.replace(":", " : "),
+                )
+            )
         elif kind == 4:
             text = text[:at] + text[: rng.randint(0, 5)] + text[at:]
         elif kind == 5:
             text = (
                 text[:at]
-                + rng.choice((":", "+", "::", "+msamp", ":O2", "\u00a0", "\u0130", "\x00", "-", "_"))
+                + rng.choice(
+                    (":", "+", "::", "+msamp", ":O2", "\u00a0", "\u0130", "\x00", "-", "_")
+                )
                 + text[at:]
             )
         elif kind == 6:
@@ -318,10 +434,22 @@ def strings(rng: Random) -> Case:
 
 # Recipes
 
-HANDLERS = ("FP8RecipeKwargs", "dict", "TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs", "NativeRecipeKwargs")
+HANDLERS = (
+    "FP8RecipeKwargs",
+    "dict",
+    "TERecipeKwargs",
+    "AORecipeKwargs",
+    "MSAMPRecipeKwargs",
+    "NativeRecipeKwargs",
+)
 _FOREIGN = (
     *("accelerate.TERecipeKwargs", "accelerate.AORecipeKwargs", "accelerate.MSAMPRecipeKwargs"),
-    *("te.DelayedScaling", "te.Float8CurrentScaling", "te.MXFP8BlockScaling", "te.Float8BlockScaling"),
+    *(
+        "te.DelayedScaling",
+        "te.Float8CurrentScaling",
+        "te.MXFP8BlockScaling",
+        "te.Float8BlockScaling",
+    ),
 )
 _THEIRS = (*NAMES, *REFUSED, "precision", "mixed_precision")
 _COMMON = tuple(COMMON)
@@ -337,8 +465,12 @@ _FIELDS_OF_HANDLER = {
 
 def _fields_of(text: str) -> tuple[str, ...]:
     """Return likely fields of this backend string."""
-    head = {"torchao": "ao", "transformer-engine": "te"}.get(text.partition(":")[0].partition("+")[0], text[:2])
-    return _OF_BACKENDS.get(head, _OF_BACKENDS["native"]) + (_OF_LEVELS[1:] if "msamp" in text else ())
+    head = {"torchao": "ao", "transformer-engine": "te"}.get(
+        text.partition(":")[0].partition("+")[0], text[:2]
+    )
+    return _OF_BACKENDS.get(head, _OF_BACKENDS["native"]) + (
+        _OF_LEVELS[1:] if "msamp" in text else ()
+    )
 
 
 def recipes(rng: Random) -> Case:
@@ -366,7 +498,13 @@ def recipes(rng: Random) -> Case:
 # Environment
 
 FIELD_OF_SUFFIX = {suffix: field.name for suffix, (field, _) in VARIABLES.items()}
-_LAUNCHERS = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "FP8_BACKENDS_DISABLE")
+_LAUNCHERS = (
+    "ACCELERATE_USE_CPU",
+    "WORLD_SIZE",
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "FP8_BACKENDS_DISABLE",
+)
 
 
 def _text(rng: Random, name: str) -> str:
@@ -376,10 +514,13 @@ def _text(rng: Random, name: str) -> str:
 
 
 def environment(rng: Random) -> Case:
-    """Return variables ACCELERATE_FP8_*, or FP8_BACKENDS_RECIPE with JSON or almost JSON, or Accelerate's own."""
+    """Return variables ACCELERATE_FP8_*, or FP8_BACKENDS_RECIPE with JSON or almost JSON, or
+    Accelerate's own."""
     kind = rng.random()
     if kind < 0.6:
-        fields = {name: _text(rng, name) for name in rng.sample(tuple(FIELDS), rng.choice((1, 2, 3)))}
+        fields = {
+            name: _text(rng, name) for name in rng.sample(tuple(FIELDS), rng.choice((1, 2, 3)))
+        }
         found = {PREFIX + (FIELDS[name].own_suffix): text for name, text in fields.items()}
         if rng.random() < 0.7:
             found[f"{PREFIX}BACKEND"] = backend(rng)
@@ -387,15 +528,22 @@ def environment(rng: Random) -> Case:
             found[mutated(rng, rng.choice(tuple(found)))] = rng.choice(WORDS)
     elif kind < 0.9:
         fields = {
-            name: good(rng, name) if rng.random() < 0.5 else _jsonable(rng) for name in rng.sample(tuple(FIELDS), 2)
+            name: good(rng, name) if rng.random() < 0.5 else _jsonable(rng)
+            for name in rng.sample(tuple(FIELDS), 2)
         }
         text = yaml.safe_dump(_plain(fields)) if rng.random() < 0.1 else json.dumps(_plain(fields))
         found = {
-            LAUNCHED: rng.choice((text, text, mutated(rng, text), "[" * 100_000, "%7B" + text[1:], "", "[]", "{}"))
+            LAUNCHED: rng.choice(
+                (text, text, mutated(rng, text), "[" * 100_000, "%7B" + text[1:], "", "[]", "{}")
+            )
         }
     else:
         found = {name: rng.choice(WORDS) for name in rng.sample(_LAUNCHERS, 2)}
-    return {"variables": {name: text for name, text in found.items() if name and _is_possible(name + text)}}
+    return {
+        "variables": {
+            name: text for name, text in found.items() if name and _is_possible(name + text)
+        }
+    }
 
 
 def _is_possible(text: str) -> bool:
@@ -428,8 +576,16 @@ _TEMPLATES: dict[str, dict[str, Any]] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
         "distributed_type": "FSDP",
-        "fp8_config": {"backend": "AO", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True},
-        "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_activation_checkpointing": False},
+        "fp8_config": {
+            "backend": "AO",
+            "enable_fsdp_float8_all_gather": True,
+            "pad_inner_dim": True,
+        },
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_activation_checkpointing": False,
+        },
         "machine_rank": 0,
         "mixed_precision": "fp8",
         "num_machines": 1,
@@ -480,7 +636,18 @@ _ODD_LINES = (
         "margin: !!python/object:os.system x",
         "? [1, 2]\n: x",
     ),
-    *("? {a: b}\n: x", "1: 2", "1.5: 3", "null: 4", "true: 5", "\t: tab", "a: b: c", "'", '"', "--- x"),
+    *(
+        "? {a: b}\n: x",
+        "1: 2",
+        "1.5: 3",
+        "null: 4",
+        "true: 5",
+        "\t: tab",
+        "a: b: c",
+        "'",
+        '"',
+        "--- x",
+    ),
     *("a: 2024-01-01", "a: 2024-01-01 10:00:00", "a: .nan"),
     *(
         "a: 0o17",
@@ -493,8 +660,19 @@ _ODD_LINES = (
         "...",
         "a: |",
     ),
-    *("mixed_precision: fp8", "mixed_precision: bf16", "mixed_precision: [fp8]", "fp8_config: [a]", "fp8_config: fp8"),
-    *("fp8_config: null", "fp8_config: {1: 2}", "fp8_config: {backend: native, backend: te}", "num_processes: .inf"),
+    *(
+        "mixed_precision: fp8",
+        "mixed_precision: bf16",
+        "mixed_precision: [fp8]",
+        "fp8_config: [a]",
+        "fp8_config: fp8",
+    ),
+    *(
+        "fp8_config: null",
+        "fp8_config: {1: 2}",
+        "fp8_config: {backend: native, backend: te}",
+        "num_processes: .inf",
+    ),
     *("num_processes: 1e30", "num_processes: 9223372036854775808", "num_processes: -1"),
     *(
         "distributed_type: {a: b}",
@@ -502,7 +680,15 @@ _ODD_LINES = (
         "a: !!int x",
         "a: !!float x",
     ),
-    *("a: !!timestamp x", "a: !!bool x", "a: !!null x", "a: !!merge x", "a: !!map [1]", "a: !!seq {a: 1}", "a: !foo x"),
+    *(
+        "a: !!timestamp x",
+        "a: !!bool x",
+        "a: !!null x",
+        "a: !!merge x",
+        "a: !!map [1]",
+        "a: !!seq {a: 1}",
+        "a: !foo x",
+    ),
     *(
         "torch_compile: [true]",
         "deepspeed: a.json",
@@ -530,8 +716,16 @@ _ODD_LINES = (
         "a: 1\na: 2",
         "\x00",
     ),
-    *("parallelism_config: {parallelism_config_tp_size: x}", "dynamo_config: {backend: [x]}", "dynamo_backend: {a: b}"),
-    *("optimizer: {a: b}", "fsdp_config: {fsdp_version: .nan}", "deepspeed_config: {deepspeed_config_file: 3}"),
+    *(
+        "parallelism_config: {parallelism_config_tp_size: x}",
+        "dynamo_config: {backend: [x]}",
+        "dynamo_backend: {a: b}",
+    ),
+    *(
+        "optimizer: {a: b}",
+        "fsdp_config: {fsdp_version: .nan}",
+        "deepspeed_config: {deepspeed_config_file: 3}",
+    ),
     *(
         "deepspeed_config: {deepspeed_config_file: []}",
         "deepspeed_config: {zero_stage: 9}",
@@ -543,7 +737,21 @@ _ODD_LINES = (
 
 
 _WHOLE = (
-    *("", "\n", "#", "---\n---\n", "[]", "null", "1", "x", "{}", "{", "[" * 200, "[" * 100_000, "a: " * 5000),
+    *(
+        "",
+        "\n",
+        "#",
+        "---\n---\n",
+        "[]",
+        "null",
+        "1",
+        "x",
+        "{}",
+        "{",
+        "[" * 200,
+        "[" * 100_000,
+        "a: " * 5000,
+    ),
     *("- " * 5000, "{a: " * 3000, "? " * 3000, "!!python/object:x {}"),
 )
 KINDS = (
@@ -614,7 +822,11 @@ def _config_arguments(rng: Random) -> list[str]:
             ["--from", rng.choice(WORDS)],
         ),
     )
-    return [word.replace("\x00", "") for option in rng.sample(options, rng.randint(1, 2)) for word in option]
+    return [
+        word.replace("\x00", "")
+        for option in rng.sample(options, rng.randint(1, 2))
+        for word in option
+    ]
 
 
 # Commands
@@ -622,7 +834,10 @@ def _config_arguments(rng: Random) -> list[str]:
 _OPTIONS: dict[str, Callable[[Random], list[list[str]]]] = {
     "doctor": lambda rng: [["--chip", rng.choice((*PRODUCTS, *WORDS))], ["--json"], ["--chips"]],
     "estimate": lambda rng: [
-        ["--params", rng.choice(("0", "-1", "1e400", "nan", "inf", "1K", "9" * 400, "8Q", "1e-5", *WORDS))],
+        [
+            "--params",
+            rng.choice(("0", "-1", "1e400", "nan", "inf", "1K", "9" * 400, "8Q", "1e-5", *WORDS)),
+        ],
         ["--devices", _number(rng)],
         ["--batch", _number(rng)],
         ["--sequence", _number(rng)],
@@ -634,7 +849,10 @@ _OPTIONS: dict[str, Callable[[Random], list[list[str]]]] = {
         [rng.choice(("/nowhere", "config.json", ".", "a/b", *WORDS))],
     ],
     "compare": lambda rng: [
-        [rng.choice(("--steps", "--batch", "--lr", "--seeds", "--nproc", "--sequence")), _number(rng)],
+        [
+            rng.choice(("--steps", "--batch", "--lr", "--seeds", "--nproc", "--sequence")),
+            _number(rng),
+        ],
         ["--backends", mutated(rng, backend(rng))],
         ["--model", rng.choice(("/nowhere", *WORDS))],
         ["--text", rng.choice(("/nowhere", "/dev/null", *WORDS))],
@@ -645,7 +863,11 @@ _OPTIONS: dict[str, Callable[[Random], list[list[str]]]] = {
         [rng.choice(("/nowhere/x", "x.txt", *WORDS))],
     ],
     "config": lambda rng: [_config_arguments(rng), [rng.choice(("/nowhere", ".", *WORDS))]],
-    "launch": lambda rng: [_flag(rng), _flag(rng), ["--fp8_backend", mutated(rng, backend(rng), 1)]],
+    "launch": lambda rng: [
+        _flag(rng),
+        _flag(rng),
+        ["--fp8_backend", mutated(rng, backend(rng), 1)],
+    ],
     "monitor": lambda rng: [
         [rng.choice(("/nowhere", ".", "/dev/zero", "/dev/null", *_FILES, *WORDS))],
         ["--out", rng.choice(("page.html", ".", "/nowhere/page.html", *_FILES, *WORDS))],
@@ -681,7 +903,12 @@ _MANIFEST = {
     "step": 3,
     "world_size": 1,
     "time": "2026-01-01T00:00:00+00:00",
-    "versions": {"fp8-backends": "1", "torch": "2.13.0", "accelerate": "1.15.0", "python": "3.11.2"},
+    "versions": {
+        "fp8-backends": "1",
+        "torch": "2.13.0",
+        "accelerate": "1.15.0",
+        "python": "3.11.2",
+    },
     "files": {
         "a.bin": {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()},
         "optimizer.bin": {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()},
@@ -699,12 +926,19 @@ _CAST = {
     "exponents": [-3, 0],
     "binades": [1, 2, 3, 4],
 }
-_STORED = {name: number for name, number in _CAST.items() if name not in ("flushed", "saturated", "sqnr_db")}
+_STORED = {
+    name: number
+    for name, number in _CAST.items()
+    if name not in ("flushed", "saturated", "sqnr_db")
+}
 _SAMPLE = {
     "step": 5,
     "recipe": "native:delayed",
     "casts": "native",
-    "tensors": {"0": {"input": _CAST, "weight": _CAST}, "1": {"exp_avg": {**_STORED, "zeros": 0.5, "at_max": 0.0}}},
+    "tensors": {
+        "0": {"input": _CAST, "weight": _CAST},
+        "1": {"exp_avg": {**_STORED, "zeros": 0.5, "at_max": 0.0}},
+    },
     "not_seen": ["2"],
     "seconds": 0.1,
 }
@@ -721,7 +955,9 @@ _MODEL = {
 
 def _monitored(rng: Random) -> str:
     """Return a monitor's file of one to three samples, some of them damaged."""
-    lines = [json.dumps(_damaged(rng, {**_SAMPLE, "step": step})) for step in range(rng.randint(1, 3))]
+    lines = [
+        json.dumps(_damaged(rng, {**_SAMPLE, "step": step})) for step in range(rng.randint(1, 3))
+    ]
     return "\n".join(mutated(rng, line) if rng.random() < 0.2 else line for line in lines)
 
 
@@ -750,9 +986,13 @@ _FILES: dict[str, Callable[[Random], str]] = {
     "checkpoint_1/fp8_manifest.json": _manifest,
     ".checkpoint_2.saving/.replaced/fp8_manifest.json": _manifest,
     ".checkpoint_2.saving/checkpoint_2/fp8_manifest.json": _manifest,
-    "checkpoint_3/fp8_backend.json": lambda rng: json.dumps(_damaged(rng, {"manifest": 1, "backend": "native"})),
+    "checkpoint_3/fp8_backend.json": lambda rng: json.dumps(
+        _damaged(rng, {"manifest": 1, "backend": "native"})
+    ),
     "checkpoint-4/trainer_state.json": lambda rng: json.dumps(_damaged(rng, {"global_step": 4})),
-    "config.json": lambda rng: mutated(rng, json.dumps(_damaged(rng, _MODEL)), rng.choice((0, 0, 2))),
+    "config.json": lambda rng: mutated(
+        rng, json.dumps(_damaged(rng, _MODEL)), rng.choice((0, 0, 2))
+    ),
     "c.yaml": lambda rng: yaml.safe_dump(_filled(rng, {**_TEMPLATES["accelerate"]})),
 }
 """Files read by commands, by path; `checkpoint_1` has the files of its manifest."""
@@ -768,12 +1008,31 @@ def _files_of(rng: Random, command: str) -> dict[str, str]:
     if rng.random() < 0.1:
         return {}
     found = {name: _FILES[name](rng) for name in _READ.get(command, ())}
-    return found | ({"checkpoint_1/a.bin": "x", "checkpoint_1/optimizer.bin": ""} if command == "checkpoint" else {})
+    return found | (
+        {"checkpoint_1/a.bin": "x", "checkpoint_1/optimizer.bin": ""}
+        if command == "checkpoint"
+        else {}
+    )
 
 
 def _number(rng: Random) -> str:
     return rng.choice(
-        ("1", "2", "0", "-1", "1.5", "x", "", "1e3", "9" * 30, "9" * 5000, "nan", "-inf", "0x1", "\u00b2")
+        (
+            "1",
+            "2",
+            "0",
+            "-1",
+            "1.5",
+            "x",
+            "",
+            "1e3",
+            "9" * 30,
+            "9" * 5000,
+            "nan",
+            "-inf",
+            "0x1",
+            "\u00b2",
+        )
     )
 
 
@@ -782,9 +1041,22 @@ def _flag(rng: Random) -> list[str]:
     if rng.random() < 0.75:
         name = rng.choice(tuple(FIELDS))
         flag = f"--fp8_{FIELDS[name].own_suffix.lower()}"
-        flag = flag.replace("_", "-") if rng.random() < 0.2 else mutated(rng, flag, 1) if rng.random() < 0.1 else flag
+        flag = (
+            flag.replace("_", "-")
+            if rng.random() < 0.2
+            else mutated(rng, flag, 1)
+            if rng.random() < 0.1
+            else flag
+        )
         return [flag, _text(rng, name)] if rng.random() < 0.9 else [flag]
-    options = ("--num_processes", "--num_machines", "--mixed_precision", "--config_file", "--gpu_ids", "--fsdp_version")
+    options = (
+        "--num_processes",
+        "--num_machines",
+        "--mixed_precision",
+        "--config_file",
+        "--gpu_ids",
+        "--fsdp_version",
+    )
     return [rng.choice(options), rng.choice(("2", "0", "fp8", "bf16", "all", ".", *WORDS))]
 
 
@@ -792,7 +1064,11 @@ def commands(rng: Random) -> Case:
     """Return the arguments of a command of `fp8-backends`, without training."""
     command = rng.choice(tuple(COMMANDS))
     if command not in _OPTIONS or rng.random() < 0.03:
-        return {"argv": rng.choice(([command, "--help"], [command, "--nosuch"], [mutated(rng, command), "--help"]))}
+        return {
+            "argv": rng.choice(
+                ([command, "--help"], [command, "--nosuch"], [mutated(rng, command), "--help"])
+            )
+        }
     found = _OPTIONS[command](rng)
     chosen = rng.sample(found, rng.randint(1, min(3, len(found))))
     argv = [command, *(word for option in chosen for word in option), *_ENDS.get(command, [])]
@@ -806,8 +1082,23 @@ CALLS: dict[str, tuple[str, ...]] = {
     "initialize": ("model", "optimizer", "opt_level", "use_te"),
     "audit": ("model", "optimizer"),
     "validate": (
-        *("spec", "model", "parallel", "compiled", "activation_checkpointing", "attention", "sequence_length"),
-        *("vocab_size", "optimizer", "cpu_ram_efficient_loading", "world_size", "zero_stage", "tensor_parallel"),
+        *(
+            "spec",
+            "model",
+            "parallel",
+            "compiled",
+            "activation_checkpointing",
+            "attention",
+            "sequence_length",
+        ),
+        *(
+            "vocab_size",
+            "optimizer",
+            "cpu_ram_efficient_loading",
+            "world_size",
+            "zero_stage",
+            "tensor_parallel",
+        ),
         *("quantized_base", "chip"),
     ),
     "export": ("model", "folder", "format", "max_shard_size"),
@@ -835,7 +1126,9 @@ _ARGUMENTS: dict[str, tuple] = {
     "compiled": ("full",),
     "attention": ("sdpa",),
     "name": ("fuzzed", "native", "Fuzzed-1"),
-    "factory": tuple({"$": name} for name in SPECIAL if "backend" in name or name in ("class", "faulty factory")),
+    "factory": tuple(
+        {"$": name} for name in SPECIAL if "backend" in name or name in ("class", "faulty factory")
+    ),
     "chip": ("h100",),
     "dtype": ({"$": "dtype"}, None),
     "backends": (["nosuch"],),
@@ -849,7 +1142,9 @@ def calls(rng: Random) -> Case:
     function = rng.choice(tuple(CALLS))
     names = CALLS[function]
     chosen = {*names[:2], *rng.sample(names, min(len(names), 2))}
-    arguments = {name: rng.choice(_ARGUMENTS.get(name, (1, True))) for name in names if name in chosen}
+    arguments = {
+        name: rng.choice(_ARGUMENTS.get(name, (1, True))) for name in names if name in chosen
+    }
     if rng.random() < 0.8:
         arguments[rng.choice(tuple(arguments))] = value(rng, 1)
     return {"function": function, "fields": arguments}
@@ -867,7 +1162,8 @@ GRAMMARS: dict[str, tuple[Callable[[Random], Case], float]] = {
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """Return this many cases, reproducible for a seed; cases of one area do not depend on the others."""
+    """Return this many cases, reproducible for a seed; cases of one area do not depend on the
+    others."""
     made = []
     for area, (grammar, share) in GRAMMARS.items():
         for index in range(max(1, round(count * share))):

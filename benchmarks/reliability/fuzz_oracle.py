@@ -1,5 +1,5 @@
-"""Check recipes from good or bad input without the package's own parsers: every given field is in the recipe, and every
-way back preserves it."""
+"""Check recipes from good or bad input without the package's own parsers: every given field is in
+the recipe, and every way back preserves it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,11 @@ def meanings(value: Any) -> list:
             found.append(float(word))
         return found
     if isinstance(value, (list, tuple)):
-        return [tuple(value), tuple(_spelled(each) for each in value), *meanings(",".join(map(str, value)))]
+        return [
+            tuple(value),
+            tuple(_spelled(each) for each in value),
+            *meanings(",".join(map(str, value))),
+        ]
     if isinstance(value, collections.deque):
         return meanings(tuple(value))
     return ["off", value] if value is False else [value]  # as YAML reads it
@@ -83,8 +87,12 @@ def _is_named(text: str, recipe: Recipe) -> bool:
     head, _, rest = head.partition(":")
     if head.startswith(("bf16", "fp16")):
         return True
-    scaling, level = ("window", rest or level) if head in ("msamp", "ms-amp") else (rest, level.strip(": "))
-    right = recipe.compute == BACKENDS.get(head, head) and (not level or recipe.level.lower() == level)
+    scaling, level = (
+        ("window", rest or level) if head in ("msamp", "ms-amp") else (rest, level.strip(": "))
+    )
+    right = recipe.compute == BACKENDS.get(head, head) and (
+        not level or recipe.level.lower() == level
+    )
     same = not scaling or scaling == recipe.scaling or {scaling, recipe.scaling} <= _ONE_RULE
     return right and (same or head in ("msamp", "ms-amp"))
 
@@ -104,15 +112,21 @@ def check_round_trips(recipe: Recipe) -> None:
     }
     if not any(FIELDS[name].is_object for name in recipe.to_kwargs() if name in FIELDS):
         fields = {"backend": recipe.name, **_settings(recipe)}
-        variables = {PREFIX + _variable(name): str(value) for name, value in yaml_fields(recipe).items()}
-        flags = [word for name, value in given_fields(recipe).items() for word in _flag(name, value)]
+        variables = {
+            PREFIX + _variable(name): str(value) for name, value in yaml_fields(recipe).items()
+        }
+        flags = [
+            word for name, value in given_fields(recipe).items() for word in _flag(name, value)
+        ]
         flags = ["--fp8_backend", recipe.name, *flags, __file__]
         again |= {
             "pickle": lambda: pickle.loads(pickle.dumps(recipe)),
             "worker": lambda: from_environment({LAUNCHED: json.dumps(fields)}),
             "environment": lambda: from_environment(variables),
             "file": lambda: FP8RecipeKwargs(
-                **merged([config_source(yaml.safe_load(yaml.safe_dump(yaml_fields(recipe))), "c.yaml")])
+                **merged(
+                    [config_source(yaml.safe_load(yaml.safe_dump(yaml_fields(recipe))), "c.yaml")]
+                )
             ),
             "flags": lambda: FP8RecipeKwargs(**launch.recipe_flags(launch.parse(flags)).fields),
         }
@@ -126,7 +140,8 @@ def check_round_trips(recipe: Recipe) -> None:
 
 
 def means(recipe: Recipe) -> tuple:
-    """Return a recipe's identity; `pad_inner_dim` as a flag, since its default None pads like True."""
+    """Return a recipe's identity; `pad_inner_dim` as a flag, since its default None pads like
+    True."""
     return recipe.name, {**recipe.described, "pad_inner_dim": recipe.pad_inner_dim is not False}
 
 

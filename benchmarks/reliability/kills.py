@@ -1,9 +1,10 @@
 """Kill `save_state` anywhere: the newest whole checkpoint must be found, and resume bitwise.
 
-Trainings save after every step, half of them into new folders and half into one folder. Each is killed at a random
-moment of a save, or, in the planted part, before each call that changes a folder (open for writing, rename, remove,
-mkdir, rmdir). Then `load_state` and `newest_checkpoint` look for a checkpoint in a new process. It must belong to the
-step before the kill, or to the killed save, and later steps must match an unbroken run: losses and parameters bitwise.
+Trainings save after every step, half of them into new folders and half into one folder. Each is
+killed at a random moment of a save, or, in the planted part, before each call that changes a folder
+(open for writing, rename, remove, mkdir, rmdir). Then `load_state` and `newest_checkpoint` look for
+a checkpoint in a new process. It must belong to the step before the kill, or to the killed save,
+and later steps must match an unbroken run: losses and parameters bitwise.
 
 Exits with 1 otherwise. A kill is no power loss: fsync is not tested here.
 """
@@ -55,9 +56,13 @@ def main() -> int:
                 place = Path(folder, str(anew))
                 part = math.ceil(kills / (len(backends) * len(PLACES)))
                 rows.append(killed_at_random(backend, place, anew, expected, part, rng))
-                rows.append(killed_at_each_call(backend, place, anew, expected, 12 if args.quick else 1))
+                rows.append(
+                    killed_at_each_call(backend, place, anew, expected, 12 if args.quick else 1)
+                )
     print(table([*rows[0]][:-1], [[*row.values()][:-1] for row in rows]))
-    failures = [f"{row['backend']}, {row['into']}: {each}" for row in rows for each in row["failures"]]
+    failures = [
+        f"{row['backend']}, {row['into']}: {each}" for row in rows for each in row["failures"]
+    ]
     print("\n".join(failures) or "every checkpoint was found, and resumed to the bit")
     if args.out:
         record = {"seconds": round(time.perf_counter() - began), "results": rows}
@@ -82,15 +87,21 @@ def killed_at_random(
     return row(backend, anew, "random", outcomes)
 
 
-def killed_at_each_call(backend: str, folder: Path, anew: bool, expected: list[Seen], stride: int) -> dict:
-    """Kill runs before the first call in a save that changes a folder, the second, and so on; one row of the table."""
+def killed_at_each_call(
+    backend: str, folder: Path, anew: bool, expected: list[Seen], stride: int
+) -> dict:
+    """Kill runs before the first call in a save that changes a folder, the second, and so on; one
+    row of the table."""
     calls = forked(lambda: calls_of_a_save(backend, folder, anew))
     shutil.rmtree(folder)
     return row(
         backend,
         anew,
         "each call",
-        [outcome(backend, folder, anew, expected, 2, at_call=at) for at in range(1, calls + 1, stride)],
+        [
+            outcome(backend, folder, anew, expected, 2, at_call=at)
+            for at in range(1, calls + 1, stride)
+        ],
     )
 
 
@@ -138,10 +149,14 @@ def outcome(
     step, exact = found
     if not exact:
         return f"resumed at step {step} with other values"
-    return {killed_step - 1: "before", killed_step: "killed step"}.get(step, f"found step {step} of {killed_step}")
+    return {killed_step - 1: "before", killed_step: "killed step"}.get(
+        step, f"found step {step} of {killed_step}"
+    )
 
 
-def train(backend: str, folder: Path, anew: bool, killed_step: int, began: int, at_call: int | None) -> None:
+def train(
+    backend: str, folder: Path, anew: bool, killed_step: int, began: int, at_call: int | None
+) -> None:
     run = Run(backend, folder, anew)
     for number in range(1, killed_step):
         run.step(number)
@@ -155,8 +170,8 @@ def train(backend: str, folder: Path, anew: bool, killed_step: int, began: int, 
 
 
 def resume(backend: str, folder: Path, anew: bool, expected: list[Seen]) -> tuple[int, bool]:
-    """Return the step of the checkpoint found, and if training continues as without a kill: from `newest_checkpoint`
-    and from `load_state`."""
+    """Return the step of the checkpoint found, and if training continues as without a kill: from
+    `newest_checkpoint` and from `load_state`."""
     newest = fp8_backends.checkpoints.newest_checkpoint(folder / "checkpoints" if anew else folder)
     run = Run(backend, folder, anew, seed=7)
     step = run.load()
@@ -194,16 +209,22 @@ def calls_of_a_save(backend: str, folder: Path, anew: bool) -> int:
 
 
 def on_changes(folder: Path, call: Callable[[int], object]) -> None:
-    """Call a function with a running number before each call of this process that changes the folder."""
+    """Call a function with a running number before each call of this process that changes the
+    folder."""
     count = 0
 
     def hook(event: str, arguments: tuple) -> None:
         nonlocal count
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        writes = (
+            event == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        )
         if not (writes or event in CHANGES):
             return
         path = str(arguments[0])
-        if path.startswith(str(folder)) or not os.path.isabs(path):  # relative within a folder being removed
+        # relative within a folder being removed
+        if path.startswith(str(folder)) or not os.path.isabs(path):
             count += 1
             call(count)
 

@@ -1,8 +1,9 @@
-"""Measure the cost of `monitor_every`: steps of a small Llama without a monitor, between two samples, and sampled.
+"""Measure the cost of `monitor_every`: steps of a small Llama without a monitor, between two
+samples, and sampled.
 
-A model without a monitor and one with it take their steps in turn, in random order, paired by round; each round ends
-with a sampled step. That may take up to two further steps' time: then sampling every 100th step costs at most 2 %.
-Exits with 1 above that.
+A model without a monitor and one with it take their steps in turn, in random order, paired by
+round; each round ends with a sampled step. That may take up to two further steps' time: then
+sampling every 100th step costs at most 2 %. Exits with 1 above that.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from measuring import cpu_features, interval, ratio, summary, synchronize, table, write_json  # noqa: E402
 
-RECIPES = (("native:dynamic", False), ("native:delayed", False), ("msamp:O2", False), ("native:dynamic", True))
+RECIPES = (
+    ("native:dynamic", False),
+    ("native:delayed", False),
+    ("msamp:O2", False),
+    ("native:dynamic", True),
+)
 """Backend, and True for a compiled model."""
 EVERY, LIMIT = 100, 0.02
 """Steps from sample to sample, and the largest share of time for sampling."""
 IN_A_ROUND = 3
-"""Steps of the monitored model in a round. The last is sampled; after the one before it, compiled code runs eagerly,
-also the other model's, which has already stepped."""
+"""Steps of the monitored model in a round. The last is sampled; after the one before it, compiled
+code runs eagerly, also the other model's, which has already stepped."""
 
 
 def small_llama(hidden: int, layers: int):
@@ -45,7 +51,9 @@ def training_step(model, backend: str, every: int, file: Path, batch: torch.Tens
 
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    fp8_backends.prepare(model, optimizer, {"backend": backend, "monitor_every": every, "monitor_file": str(file)})
+    fp8_backends.prepare(
+        model, optimizer, {"backend": backend, "monitor_every": every, "monitor_file": str(file)}
+    )
     runs = torch.compile(model) if compiled else model
 
     def step() -> None:
@@ -63,7 +71,9 @@ def measure(model, backend: str, compiled: bool, batch: torch.Tensor, rounds: in
     seconds: dict[str, list[float]] = {"off": [], "between": [], "sampled": []}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "samples.jsonl"
-        off, monitored = (training_step(model, backend, every, file, batch, compiled) for every in (0, IN_A_ROUND))
+        off, monitored = (
+            training_step(model, backend, every, file, batch, compiled) for every in (0, IN_A_ROUND)
+        )
         order = [("off", off), ("between", monitored)]
         for warm_up in (True, *[False] * rounds):
             random.shuffle(order)
@@ -96,13 +106,17 @@ def timed(step: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--quick", action="store_true", help="one small layer, few rounds, and nothing compiled")
+    parser.add_argument(
+        "--quick", action="store_true", help="one small layer, few rounds, and nothing compiled"
+    )
     parser.add_argument("--out", help="folder for the record")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -115,7 +129,10 @@ def main() -> None:
     measured = []
     for backend, compiled in RECIPES[: len(RECIPES) - arguments.quick]:
         measured.append(measure(model, backend, compiled, batch, arguments.rounds))
-        print(f"{backend}{', compiled' if compiled else ''}: {100 * measured[-1]['share']:.2f} %", flush=True)
+        print(
+            f"{backend}{', compiled' if compiled else ''}: {100 * measured[-1]['share']:.2f} %",
+            flush=True,
+        )
         torch.compiler.reset()
     header = ["recipe", "ms a step", "between samples", "a sampled step", f"every {EVERY} steps"]
     rows = [
@@ -136,10 +153,16 @@ def main() -> None:
         "rounds": arguments.rounds,
         "recipes": measured,
     }
-    record["model"] = {name: getattr(arguments, name) for name in ("hidden", "layers", "batch", "sequence")}
-    where = torch.cuda.get_device_name().split()[-1] if device == "cuda" else f"cpu_{cpu_features()}"
+    record["model"] = {
+        name: getattr(arguments, name) for name in ("hidden", "layers", "batch", "sequence")
+    }
+    where = (
+        torch.cuda.get_device_name().split()[-1] if device == "cuda" else f"cpu_{cpu_features()}"
+    )
     write_json(arguments.out and f"{arguments.out}/monitor_cost_{where}.json", record)
-    if costly := [row[0] for row, each in zip(rows, measured, strict=True) if each["share"] > LIMIT]:
+    if costly := [
+        row[0] for row, each in zip(rows, measured, strict=True) if each["share"] > LIMIT
+    ]:
         raise SystemExit(f"over {100 * LIMIT:g} % of the time: {', '.join(costly)}")
 
 

@@ -39,7 +39,9 @@ class Seen(NamedTuple):
     parameters: dict[str, torch.Tensor]
 
     def equals(self, other: Seen) -> bool:
-        return self.loss == other.loss and all(torch.equal(p, other.parameters[n]) for n, p in self.parameters.items())
+        return self.loss == other.loss and all(
+            torch.equal(p, other.parameters[n]) for n, p in self.parameters.items()
+        )
 
 
 class Run:
@@ -52,17 +54,23 @@ class Run:
     def __init__(self, backend: str, folder: Path, anew: bool, seed: int = 0) -> None:
         torch.set_num_threads(1)
         self.folder, self.anew = folder, anew
-        arguments = {"kwargs_handlers": [fp8_backends.FP8RecipeKwargs(backend=backend.partition(" ")[0])]}
+        arguments = {
+            "kwargs_handlers": [fp8_backends.FP8RecipeKwargs(backend=backend.partition(" ")[0])]
+        }
         if backend == ON_TWO_RANKS:
             arguments["deepspeed_plugin"] = _zero_2_on_two_ranks()
             arguments["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))
         project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=anew)
         self.accelerator = Accelerator(mixed_precision="fp8", project_config=project, **arguments)
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Linear(64, 16))
+        model = nn.Sequential(
+            nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Linear(64, 16)
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
+            model, optimizer, scheduler
+        )
 
     def step(self, number: int) -> Seen:
         generator = torch.Generator().manual_seed(number)
@@ -79,13 +87,17 @@ class Run:
         self.accelerator.save_state(None if self.anew else str(self.folder / _LAST))
 
     def load(self, folder: Path | None = None) -> int:
-        """Load a checkpoint, or the newest one of a run with separate folders. Returns its number of steps."""
+        """Load a checkpoint, or the newest one of a run with separate folders. Returns its number
+        of steps."""
         self.accelerator.load_state(folder or (None if self.anew else str(self.folder / _LAST)))
         return self.scheduler.scheduler.last_epoch // self.accelerator.num_processes
 
     def continues_as(self, unbroken: list[Seen], done: int, steps: int = 2) -> bool:
         """Tell if the next steps match an unbroken run with step n in `unbroken[n - 1]`."""
-        return all(self.step(n).equals(unbroken[n - 1]) for n in range(done + 1, min(done + steps, STEPS) + 1))
+        return all(
+            self.step(n).equals(unbroken[n - 1])
+            for n in range(done + 1, min(done + steps, STEPS) + 1)
+        )
 
 
 def _zero_2_on_two_ranks() -> DeepSpeedPlugin:
@@ -93,7 +105,12 @@ def _zero_2_on_two_ranks() -> DeepSpeedPlugin:
     store = tempfile.mktemp()
     rank = int(os.fork() == 0)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "false"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "ACCELERATE_USE_CPU": "false",
+    }
     config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 16}
     return DeepSpeedPlugin(hf_ds_config=config)
 
@@ -108,8 +125,8 @@ def unbroken(backend: str, folder: Path) -> list[Seen]:
 
 
 def warm_up() -> None:
-    """Load a run's modules in this process, so that its forks need not. It keeps a single thread, as a fork
-    requires."""
+    """Load a run's modules in this process, so that its forks need not. It keeps a single thread,
+    as a fork requires."""
     with tempfile.TemporaryDirectory() as folder:
         for backend in BACKENDS:
             run = Run(backend, Path(folder), anew=False)
@@ -120,9 +137,12 @@ def warm_up() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
-    # the CPU's all-reduce through shared memory is an extension, compiled by DeepSpeed at its first use
+    # the CPU's all-reduce through shared memory is an extension, compiled by DeepSpeed at its first
+    # use
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else threading.active_count()
+    threads = (
+        len(os.listdir("/proc/self/task")) if sys.platform == "linux" else threading.active_count()
+    )
     assert threads == 1, f"{threads} threads run: start this with OMP_NUM_THREADS=1"
     gc.freeze()
 
@@ -144,8 +164,8 @@ class Failed(NamedTuple):
 
 
 def start(function: Callable[[], Any]) -> tuple[int, int]:
-    """Fork a process that runs a function, and return its number and the pipe of its result. It leads a group of
-    processes, its ranks."""
+    """Fork a process that runs a function, and return its number and the pipe of its result. It
+    leads a group of processes, its ranks."""
     read, write = os.pipe()
     sys.stdout.flush()
     process = os.fork()

@@ -1,16 +1,19 @@
 """Train for long: the process must stay unchanged, and its replicas equal.
 
-    python benchmarks/reliability/soak.py [--steps 20000] [--only NAME] [--recipe KEY=VALUE]... [--quick] [--out FOLDER]
+    python benchmarks/reliability/soak.py [--steps 20000] [--only NAME] [--recipe KEY=VALUE]...
+    [--quick] [--out FOLDER]
 
-Three trainings by Accelerate: `msamp:O2` and `msamp:O3` on two ranks, and `native:delayed` on one with gradient
-accumulation. The model is tiny (three Linear layers and two norms, 12,448 parameters): only the number of steps counts.
-Each evaluates every 200 steps, saves every 1,000 with two folders kept, and in the middle returns to the last save by
-`load_state`. Forty times it records resident memory, Python's objects and tensors, open file descriptors, threads,
-hooks on the model and the optimizer, and a checksum of all weights. Then, in a process each, 200 times: a model is
+Three trainings by Accelerate: `msamp:O2` and `msamp:O3` on two ranks, and `native:delayed` on one
+with gradient accumulation. The model is tiny (three Linear layers and two norms, 12,448
+parameters): only the number of steps counts. Each evaluates every 200 steps, saves every 1,000 with
+two folders kept, and in the middle returns to the last save by `load_state`. Forty times it records
+resident memory, Python's objects and tensors, open file descriptors, threads, hooks on the model
+and the optimizer, and a checksum of all weights. Then, in a process each, 200 times: a model is
 prepared, trained and restored; an Accelerator is made and dropped.
 
-Over the last half, memory may grow by 1 %; descriptors, threads, hooks and tensors may not; replicas are always equal,
-losses finite and falling. Exits with 1 otherwise. `--recipe` sets a recipe field in all parts.
+Over the last half, memory may grow by 1 %; descriptors, threads, hooks and tensors may not;
+replicas are always equal, losses finite and falling. Exits with 1 otherwise. `--recipe` sets a
+recipe field in all parts.
 """
 
 from __future__ import annotations
@@ -77,9 +80,18 @@ class Every(NamedTuple):
 def model_and_data() -> tuple[nn.Module, TensorDataset]:
     """Return the model, and 256 inputs of a linear map with their outputs."""
     torch.manual_seed(0)
-    layers = [nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 96), nn.GELU(), nn.LayerNorm(96)]
+    layers = [
+        nn.Linear(32, 64),
+        nn.LayerNorm(64),
+        nn.GELU(),
+        nn.Linear(64, 96),
+        nn.GELU(),
+        nn.LayerNorm(96),
+    ]
     inputs = torch.randn(256, 32)
-    return nn.Sequential(*layers, nn.Linear(96, 32)), TensorDataset(inputs, inputs @ torch.randn(32, 32) / 32**0.5)
+    return nn.Sequential(*layers, nn.Linear(96, 32)), TensorDataset(
+        inputs, inputs @ torch.randn(32, 32) / 32**0.5
+    )
 
 
 def accelerator_for(backend: str, recipe: dict[str, Any], **options) -> Accelerator:
@@ -107,8 +119,14 @@ def look(model: nn.Module | None = None, optimizer: Any = None) -> dict[str, int
 def count_hooks(model: nn.Module, optimizer: Any) -> int:
     """Count the hooks of all modules, all parameters and the optimizer."""
     holders = [*model.modules(), *model.parameters(), getattr(optimizer, "optimizer", optimizer)]
-    tables = (value for holder in holders for name, value in vars(holder).items() if "_hooks" in name)
-    gradient_hooks = (each for p in model.parameters() for each in (p._backward_hooks, p._post_accumulate_grad_hooks))
+    tables = (
+        value for holder in holders for name, value in vars(holder).items() if "_hooks" in name
+    )
+    gradient_hooks = (
+        each
+        for p in model.parameters()
+        for each in (p._backward_hooks, p._post_accumulate_grad_hooks)
+    )
     return sum(len(table) for table in (*tables, *gradient_hooks) if table)
 
 
@@ -127,12 +145,17 @@ def train(setting: Setting, steps: int, every: Every, recipe: dict[str, Any], fo
     """Train on this rank, and return its record."""
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = accelerator_for(
-        setting.backend, recipe, gradient_accumulation_steps=setting.accumulation, project_config=project
+        setting.backend,
+        recipe,
+        gradient_accumulation_steps=setting.accumulation,
+        project_config=project,
     )
     model, data = model_and_data()
     loader = DataLoader(data, batch_size=16 // setting.ranks, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / 1000))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / 1000)
+    )
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     held_out = data[:64]
     losses, evaluations, looks = [], [], []
@@ -155,10 +178,20 @@ def train(setting: Setting, steps: int, every: Every, recipe: dict[str, Any], fo
             if done % every.saving == 0:
                 accelerator.save_state()
                 saved = done, checksum(model)
-            if not resumed and done > steps // 2 and saved is not None and done == saved[0] + every.evaluation // 2:
-                kept = sorted((folder / "checkpoints").iterdir(), key=lambda each: int(each.name.split("_")[-1]))
+            if (
+                not resumed
+                and done > steps // 2
+                and saved is not None
+                and done == saved[0] + every.evaluation // 2
+            ):
+                kept = sorted(
+                    (folder / "checkpoints").iterdir(),
+                    key=lambda each: int(each.name.split("_")[-1]),
+                )
                 accelerator.load_state(str(kept[-1]))
-                assert checksum(model) == saved[1], "load_state gave other weights than save_state had"
+                assert checksum(model) == saved[1], (
+                    "load_state gave other weights than save_state had"
+                )
                 assert len(kept) <= 2, "more folders were kept than total_limit says"
                 resumed = done
             if done % max(5, steps // LOOKS) == 0:
@@ -236,10 +269,13 @@ def judge(records: list[dict]) -> dict:
         half = record["looks"][len(record["looks"]) // 2 :]
         third = max(1, len(half) // 3)
         first, last = (
-            statistics.median(each["resident_bytes"] for each in part) for part in (half[:third], half[-third:])
+            statistics.median(each["resident_bytes"] for each in part)
+            for part in (half[:third], half[-third:])
         )
         growth.append(last / first - 1)
-        faults += [name for name in COUNTED if highest(name, half[-third:]) > highest(name, half[:-third])]
+        faults += [
+            name for name in COUNTED if highest(name, half[-third:]) > highest(name, half[:-third])
+        ]
         if not record.get("finite", True):
             faults.append("a loss is not finite")
         if "losses" in record and not record["losses"][1] < record["losses"][0]:
@@ -276,13 +312,20 @@ def in_processes(number: int, work: Callable[[Path], dict], folder: Path) -> lis
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(number)]
 
 
-def start_rank(rank: int, number: int, port: int, work: Callable[[Path], dict], folder: Path) -> int:
+def start_rank(
+    rank: int, number: int, port: int, work: Callable[[Path], dict], folder: Path
+) -> int:
     child = os.fork()
     if child:
         return child
     try:
         if number > 1:
-            group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number}
+            group = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": number,
+                "LOCAL_WORLD_SIZE": number,
+            }
             group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in group.items()})
         warnings.simplefilter("ignore")
@@ -304,7 +347,14 @@ def measure(name: str, ranks: int, work: Callable[[Path], dict], number: int) ->
         except RuntimeError as error:
             return {"name": name, "ranks": ranks, "number": number, "faults": [str(error)]}
     seconds = time.monotonic() - start
-    return {"name": name, "ranks": ranks, "number": number, "seconds": seconds, **judge(records), "records": records}
+    return {
+        "name": name,
+        "ranks": ranks,
+        "number": number,
+        "seconds": seconds,
+        **judge(records),
+        "records": records,
+    }
 
 
 def row(result: dict) -> list:
@@ -339,26 +389,51 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20000, help="of each training")
     parser.add_argument("--only", default="", help="trainings and cycles whose names contain this")
-    parser.add_argument("--recipe", action="append", default=[], metavar="KEY=VALUE", help="a field of the recipe")
-    parser.add_argument("--quick", action="store_true", help="40 steps and 8 cycles, in which memory proves nothing")
+    parser.add_argument(
+        "--recipe", action="append", default=[], metavar="KEY=VALUE", help="a field of the recipe"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="40 steps and 8 cycles, in which memory proves nothing"
+    )
     parser.add_argument("--out", help="folder for the record, soak_cpu_FEATURES.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # two ranks on two cores, and a forked process has no OpenMP threads
-    recipe = {name: value_of(text) for name, text in (each.split("=", 1) for each in arguments.recipe)}
+    recipe = {
+        name: value_of(text) for name, text in (each.split("=", 1) for each in arguments.recipe)
+    }
     steps, number = (40, 8) if arguments.quick else (arguments.steps, CYCLES)
     every = Every(200, 1000) if steps >= 4000 else Every(max(2, steps // 20), max(4, steps // 4))
     prepare_and_restore(CYCLED.index("ao:tensorwise"), {})  # loads TorchAO, once for all
     parts: dict[str, tuple[int, Callable[[Path], dict], int]] = {
-        setting.backend: (setting.ranks, lambda folder, s=setting: train(s, steps, every, recipe, folder), steps)
+        setting.backend: (
+            setting.ranks,
+            lambda folder, s=setting: train(s, steps, every, recipe, folder),
+            steps,
+        )
         for setting in SETTINGS
     }
-    for name, once in {"prepare and restore": prepare_and_restore, "Accelerators": make_and_drop}.items():
+    for name, once in {
+        "prepare and restore": prepare_and_restore,
+        "Accelerators": make_and_drop,
+    }.items():
         parts[name] = (1, lambda folder, once=once: cycles(once, number, recipe), number)
     results = [measure(name, *part) for name, part in parts.items() if arguments.only in name]
     if arguments.quick:
         for result in results:
             result["faults"] = [fault for fault in result["faults"] if fault != "memory"]
-    header = ["of", "ranks", "number", "ms each", "MiB", "growth", "tensors", "descriptors", "threads", "hooks", "loss"]
+    header = [
+        "of",
+        "ranks",
+        "number",
+        "ms each",
+        "MiB",
+        "growth",
+        "tensors",
+        "descriptors",
+        "threads",
+        "hooks",
+        "loss",
+    ]
     print(measuring.table([*header, "result"], [row(result) for result in results]), flush=True)
     if arguments.out:
         path = Path(arguments.out) / f"soak_cpu_{measuring.cpu_features()}.json"

@@ -2,12 +2,13 @@
 
     python benchmarks/reliability/threads.py [--quick] [--only PART] [--out FOLDER]
 
-The proof of `ao` profiles a step, and a profiler has a place in the process or in a thread: each case here adds a
-second thread, process or profiler. One of `native` shows that threads share nothing. (`te` has no case:
-TransformerEngine has process-wide state, and its models train one at a time.) A case runs in a separate process, forked
-from this one after loading only the libraries. It passes with exit code 0: an assertion ends with 1, a segmentation
-fault with -11, and a hanging case is killed. Random cases run 20 times in one process. `--quick` runs each once, and
-skips processes that reload the libraries. Exits with 1 if a case fails.
+The proof of `ao` profiles a step, and a profiler has a place in the process or in a thread: each
+case here adds a second thread, process or profiler. One of `native` shows that threads share
+nothing. (`te` has no case: TransformerEngine has process-wide state, and its models train one at a
+time.) A case runs in a separate process, forked from this one after loading only the libraries. It
+passes with exit code 0: an assertion ends with 1, a segmentation fault with -11, and a hanging case
+is killed. Random cases run 20 times in one process. `--quick` runs each once, and skips processes
+that reload the libraries. Exits with 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -59,13 +60,16 @@ class Training:
                 parameter.normal_(std=0.1, generator=random)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.model, self.optimizer = fp8_backends.prepare(self.model, optimizer, backend)
-        self.run: Callable = torch.compile(self.model, backend="aot_eager") if compiled else self.model
+        self.run: Callable = (
+            torch.compile(self.model, backend="aot_eager") if compiled else self.model
+        )
         self.losses: list[float] = []
 
     def loss(self) -> torch.Tensor:
         """Return the loss of the next forward."""
         batch = self.batches[len(self.losses) % len(self.batches)]
-        loss = (self.run(batch.clone().requires_grad_()) - batch).square().mean()  # to give each layer its dgrad
+        # to give each layer its dgrad
+        loss = (self.run(batch.clone().requires_grad_()) - batch).square().mean()
         self.losses.append(loss.item())
         return loss
 
@@ -99,7 +103,9 @@ def at_once(*functions: Callable[[], Any]) -> list[Any]:
         return function()
 
     with ThreadPoolExecutor(len(functions)) as threads:
-        return [each.result() for each in [threads.submit(begin, function) for function in functions]]
+        return [
+            each.result() for each in [threads.submit(begin, function) for function in functions]
+        ]
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
@@ -155,11 +161,14 @@ def started_processes(method: str, number: int) -> None:
         process.start()
     for process in processes:
         process.join()
-    assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
+    assert all(process.exitcode == 0 for process in processes), [
+        process.exitcode for process in processes
+    ]
 
 
 def forked_inside_a_step(repetitions: int) -> None:
-    """Fork like a data loader: the profile stays with its process, and the new one may train as well."""
+    """Fork like a data loader: the profile stays with its process, and the new one may train as
+    well."""
     training = Training()
     training.loss().backward()
     assert torch._C._autograd._profiler_enabled()
@@ -206,7 +215,8 @@ def users_profiler_around(repetitions: int) -> None:
 
 
 def users_profiler_in_the_middle(repetitions: int, forms: tuple[bool, ...] = (False, True)) -> None:
-    """Start it between the backward and the step, eager, and between two steps, compiled: ours gives way."""
+    """Start it between the backward and the step, eager, and between two steps, compiled: ours
+    gives way."""
     for compiled in forms:
         training = Training(compiled=compiled)
         if compiled:
@@ -228,13 +238,18 @@ def native_as_alone(repetitions: int) -> None:
         together = at_once(*(lambda s=seed, b=backend: Training(b, s).train(6) for seed in (0, 1)))
         for one, other in zip(alone, together, strict=True):
             assert one.losses == other.losses, backend
-            pairs = zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True)
+            pairs = zip(
+                one.model.state_dict().values(), other.model.state_dict().values(), strict=True
+            )
             assert all(torch.equal(a.float(), b.float()) for a, b in pairs), backend
-            assert fp8_backends.audit(one.model).products == fp8_backends.audit(other.model).products, backend
+            assert (
+                fp8_backends.audit(one.model).products == fp8_backends.audit(other.model).products
+            ), backend
 
 
 def step_elsewhere(repetitions: int) -> None:
-    """Run forwards and backwards in one thread, steps in another, as with a separate optimizer thread."""
+    """Run forwards and backwards in one thread, steps in another, as with a separate optimizer
+    thread."""
     training = Training()
     with ThreadPoolExecutor(1) as stepping:
         for _ in range(3):
@@ -244,7 +259,8 @@ def step_elsewhere(repetitions: int) -> None:
 
 
 def threads_that_die(repetitions: int) -> None:
-    """End a thread in the forward, in the backward, and in between; another thread continues with the model."""
+    """End a thread in the forward, in the backward, and in between; another thread continues with
+    the model."""
 
     def fail(*_) -> None:
         raise FloatingPointError
@@ -286,7 +302,8 @@ def caught(function: Callable, training: Training, errors: list) -> None:
 
 
 def dropped_elsewhere(repetitions: int) -> None:
-    """Begin a model's first step in one thread and drop it in another: the first can train others."""
+    """Begin a model's first step in one thread and drop it in another: the first can train
+    others."""
     held = [Training()]
     held[0].loss().backward()
     in_thread(lambda: (held.clear(), gc.collect()))
@@ -294,7 +311,8 @@ def dropped_elsewhere(repetitions: int) -> None:
 
 
 def daemons(repetitions: int) -> None:
-    """Alive when the interpreter ends: one in the middle of its first step, one between two steps."""
+    """Alive when the interpreter ends: one in the middle of its first step, one between two
+    steps."""
     begun = threading.Barrier(3)
 
     def wait(training: Training, in_step: bool) -> None:
@@ -364,7 +382,8 @@ def run_case(case: Callable[[int], None], repetitions: int, output: int) -> int:
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # a forked process recreates PyTorch's pool, and two threads may find none
+    # a forked process recreates PyTorch's pool, and two threads may find none
+    torch.set_num_threads(1)
     try:
         case(repetitions)
     except BaseException:
@@ -388,12 +407,15 @@ def wait_for(child: int) -> int | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one repetition, and no process that loads anew")
+    parser.add_argument(
+        "--quick", action="store_true", help="one repetition, and no process that loads anew"
+    )
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--out", help="folder for the record, threads_cpu_FEATURES.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a forked process has no OpenMP threads
-    fp8_backends.prepare(nn.Sequential(nn.Linear(32, 32)), None, AO)  # loads TorchAO, once for all cases
+    # loads TorchAO, once for all cases
+    fp8_backends.prepare(nn.Sequential(nn.Linear(32, 32)), None, AO)
     logging.getLogger("fp8_backends").addHandler(logging.NullHandler())
     repetitions = 1 if arguments.quick else 20
     results = []
@@ -403,17 +425,26 @@ def main() -> int:
         start = time.monotonic()
         with tempfile.TemporaryFile() as output:
             if (child := os.fork()) == 0:
-                return run_case(case, repetitions, output.fileno())  # the interpreter ends as it usually does
+                # the interpreter ends as it usually does
+                return run_case(case, repetitions, output.fileno())
             code = wait_for(child)
             output.seek(0)
             told = output.read().decode(errors="replace")
         failed = code != 0 or "Exception ignored" in told or "Fatal" in told
         results.append(
-            {"case": name, "result": f"FAILED ({code})" if failed else "holds", "seconds": time.monotonic() - start}
+            {
+                "case": name,
+                "result": f"FAILED ({code})" if failed else "holds",
+                "seconds": time.monotonic() - start,
+            }
         )
         if failed:
             print(f"{name}: ended with {code}\n{told}", flush=True)
-    print(measuring.table(["case", "result", "seconds"], [list(result.values()) for result in results]))
+    print(
+        measuring.table(
+            ["case", "result", "seconds"], [list(result.values()) for result in results]
+        )
+    )
     if arguments.out:
         path = Path(arguments.out) / f"threads_cpu_{measuring.cpu_features()}.json"
         measuring.write_json(str(path), {"repetitions": repetitions, "results": results})

@@ -1,16 +1,17 @@
 """Compare training through this package with a manual TransformerEngine loop, bitwise.
 
-Like in Accelerate's own benchmarks of TransformerEngine: one model, one data set, one seed, trained by stock Accelerate
-with `TERecipeKwargs`, and by a loop that swaps the layers for TransformerEngine's and enters its autocast itself. Every
-loss, the metrics before and after training, and every weight must be equal. Exits with 1 otherwise, with 2 if
-TransformerEngine cannot run.
+Like in Accelerate's own benchmarks of TransformerEngine: one model, one data set, one seed, trained
+by stock Accelerate with `TERecipeKwargs`, and by a loop that swaps the layers for
+TransformerEngine's and enters its autocast itself. Every loss, the metrics before and after
+training, and every weight must be equal. Exits with 1 otherwise, with 2 if TransformerEngine cannot
+run.
 
     python benchmarks/te/parity.py --recipe delayed
     python -m torch.distributed.run --nproc_per_node 2 benchmarks/te/parity.py --mode ddp        (or fsdp2, deepspeed)
     TE_SITE=FOLDER python benchmarks/te/parity.py --standin
 
-The last rehearses on a CPU, over the tests' stand-in for TransformerEngine's kernels; FOLDER holds the packages of
-tests/te/requirements.txt.
+The last rehearses on a CPU, over the tests' stand-in for TransformerEngine's kernels; FOLDER holds
+the packages of tests/te/requirements.txt.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Run(NamedTuple):
     """FP8 products of the package's side, by layer and kind."""
 
 
-# The task: were a sequence's tokens drawn from the upper half of the vocabulary with chance 0.9, or 0.1?
+# The task: were a sequence's tokens drawn from the upper half of the vocabulary with chance 0.9, or
+# 0.1?
 
 
 def stock_model(size: Size) -> nn.Module:
@@ -81,7 +83,8 @@ def stock_model(size: Size) -> nn.Module:
         num_attention_heads=size.hidden // 32,
         intermediate_size=4 * size.hidden,
         max_position_embeddings=size.sequence,
-        attn_implementation="eager",  # the fused kernels add up gradients in whatever order their blocks end
+        # the fused kernels add up gradients in whatever order their blocks end
+        attn_implementation="eager",
     )
     return BertForSequenceClassification(config)
 
@@ -89,18 +92,25 @@ def stock_model(size: Size) -> nn.Module:
 def examples(count: int, size: Size, seed: int, device: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(2, (count,), generator=generator)
-    upper = torch.rand(count, size.sequence, generator=generator) < torch.tensor([0.1, 0.9])[labels].unsqueeze(1)
-    tokens = torch.randint(VOCABULARY // 2, (count, size.sequence), generator=generator) + upper * (VOCABULARY // 2)
+    upper = torch.rand(count, size.sequence, generator=generator) < torch.tensor([0.1, 0.9])[
+        labels
+    ].unsqueeze(1)
+    tokens = torch.randint(VOCABULARY // 2, (count, size.sequence), generator=generator) + upper * (
+        VOCABULARY // 2
+    )
     return {"input_ids": tokens.to(device), "labels": labels.to(device)}
 
 
 def batches(size: Size, device: str) -> list[dict[str, torch.Tensor]]:
     """Each rank has its own."""
-    return [examples(size.batch, size, 1000 * (rank() + 1) + step, device) for step in range(size.steps)]
+    return [
+        examples(size.batch, size, 1000 * (rank() + 1) + step, device) for step in range(size.steps)
+    ]
 
 
 def metrics(weights: dict[str, torch.Tensor], size: Size, device: str) -> dict[str, float]:
-    """Evaluate a stock model with these weights: trained weights must work without TransformerEngine."""
+    """Evaluate a stock model with these weights: trained weights must work without
+    TransformerEngine."""
     model = stock_model(size)
     model.load_state_dict(weights)
     return evaluated(model.to(device).eval(), size, device)
@@ -135,7 +145,10 @@ def accelerator_of(mode: str, recipe: str, size: Size, device: str) -> Any:
     GradientState._reset_state()
     scaling = "delayed" if recipe == "most_recent" else recipe
     handler = fp8_backends.TERecipeKwargs(scaling=scaling, **RECIPES[recipe])
-    arguments: dict[str, Any] = {"kwargs_handlers": [handler], "cpu": device == "cpu" and mode != "deepspeed"}
+    arguments: dict[str, Any] = {
+        "kwargs_handlers": [handler],
+        "cpu": device == "cpu" and mode != "deepspeed",
+    }
     if mode == "fsdp2":
         from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -165,13 +178,17 @@ ENGINES = {
     "fsdp2": "FSDPModule",
     "deepspeed": "DeepSpeedEngine",
 }
-"""By mode, the class of a prepared model. `recompute`: `single` with layers recomputed on the package's side."""
+"""By mode, the class of a prepared model. `recompute`: `single` with layers recomputed on the
+package's side."""
 
 
 def check_engine(mode: str, model: nn.Module) -> None:
     """Check that this engine wraps the prepared model."""
     names = {cls.__name__ for cls in type(model).__mro__}
-    assert ENGINES[mode] in names and not names & set(ENGINES.values()) - {"Module", ENGINES[mode]}, names
+    assert ENGINES[mode] in names and not names & set(ENGINES.values()) - {
+        "Module",
+        ENGINES[mode],
+    }, names
 
 
 def through_package(mode: str, recipe: str, size: Size, device: str) -> Run:
@@ -197,13 +214,17 @@ def through_package(mode: str, recipe: str, size: Size, device: str) -> Run:
         losses.append(loss.item())
     weights = whole(plain)
     before, after = metrics(stock, size, device), metrics(weights, size, device)
-    return Run(before, losses, after, weights, converted_names(plain), fp8_backends.audit(plain).products)
+    return Run(
+        before, losses, after, weights, converted_names(plain), fp8_backends.audit(plain).products
+    )
 
 
 def converted_names(model: nn.Module) -> list[str]:
     """Return the modules replaced by TransformerEngine's."""
     ours = ("fp8_backends.compute", "transformer_engine")
-    found = [name for name, module in model.named_modules() if type(module).__module__.startswith(ours)]
+    found = [
+        name for name, module in model.named_modules() if type(module).__module__.startswith(ours)
+    ]
     assert found, "the package converted nothing"
     return [name.replace("_checkpoint_wrapped_module.", "") for name in found]
 
@@ -228,15 +249,22 @@ def by_hand(mode: str, recipe: str, size: Size, device: str, converted: list[str
     wrapped.train()
     torch.manual_seed(SEED + rank())
     for batch in batches(size, device):
-        # DeepSpeed's engine has made the model bf16, and Accelerate leaves the precision to FSDP2's policy
-        around = contextlib.nullcontext() if mode in ("deepspeed", "fsdp2") else hardware.fast_autocast(device)
+        # DeepSpeed's engine has made the model bf16, and Accelerate leaves the precision to FSDP2's
+        # policy
+        around = (
+            contextlib.nullcontext()
+            if mode in ("deepspeed", "fsdp2")
+            else hardware.fast_autocast(device)
+        )
         with around, autocast(enabled=True, **{keyword: te_recipe(recipe)}):
             loss = wrapped(**batch).loss
         backward(loss)
         step()
         losses.append(loss.item())
     weights = whole(model)
-    return Run(metrics(stock, size, device), losses, metrics(weights, size, device), weights, converted)
+    return Run(
+        metrics(stock, size, device), losses, metrics(weights, size, device), weights, converted
+    )
 
 
 def of_te(module: nn.Module, device: str) -> nn.Module:
@@ -247,7 +275,13 @@ def of_te(module: nn.Module, device: str) -> nn.Module:
         made = te.LayerNorm(module.normalized_shape[0], eps=module.eps, device=device)
     else:
         bias = module.bias is not None
-        made = te.Linear(module.in_features, module.out_features, bias=bias, params_dtype=torch.float32, device=device)
+        made = te.Linear(
+            module.in_features,
+            module.out_features,
+            bias=bias,
+            params_dtype=torch.float32,
+            device=device,
+        )
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             made.get_parameter(name).copy_(parameter)
@@ -261,9 +295,15 @@ def te_recipe(recipe: str) -> Any:
     """Return one object for the whole training."""
     from transformer_engine.common import recipe as recipes
 
-    classes = {"dynamic": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
+    classes = {
+        "dynamic": "Float8CurrentScaling",
+        "blockwise": "Float8BlockScaling",
+        "mxfp8": "MXFP8BlockScaling",
+    }
     if recipe not in _RECIPES_MADE:
-        _RECIPES_MADE[recipe] = getattr(recipes, classes.get(recipe, "DelayedScaling"))(**RECIPES[recipe])
+        _RECIPES_MADE[recipe] = getattr(recipes, classes.get(recipe, "DelayedScaling"))(
+            **RECIPES[recipe]
+        )
     return _RECIPES_MADE[recipe]
 
 
@@ -273,7 +313,9 @@ def engine(mode: str, model: nn.Module, size: Size, device: str):
         import deepspeed
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=size.lr)
-        wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(size))
+        wrapped, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=deepspeed_config(size)
+        )
         return wrapped, wrapped.backward, wrapped.step
     wrapped = model
     if mode == "ddp":
@@ -335,7 +377,9 @@ def differences(package: Run, hand: Run) -> list[str]:
                 found.append(f"{name} {when} training: {value!r} and {getattr(hand, when)[name]!r}")
     for name, weight in package.weights.items():
         if not torch.equal(weight, hand.weights[name]):
-            found.append(f"weight {name}: up to {(weight - hand.weights[name]).abs().max().item():g} apart")
+            found.append(
+                f"weight {name}: up to {(weight - hand.weights[name]).abs().max().item():g} apart"
+            )
     for layer, counts in package.products.items():
         if missing := [kind for kind in ("fprop", "dgrad", "wgrad") if not counts[kind]]:
             found.append(f"no FP8 product was counted in {layer}: {', '.join(missing)}")
@@ -392,7 +436,8 @@ def cannot_run(standin: bool) -> str:
     if standin:
         sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("te", "distributed")]
         os.environ["DS_ACCELERATOR"] = "cpu"
-        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate takes DDP in place of DeepSpeed
+        # with it Accelerate takes DDP in place of DeepSpeed
+        os.environ.pop("ACCELERATE_USE_CPU", None)
         from standin import activate
 
         activate()
@@ -406,11 +451,17 @@ def cannot_run(standin: bool) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mode", choices=list(ENGINES), default="single")
-    parser.add_argument("--recipe", default="delayed", help=f"of {', '.join(RECIPES)}; several with commas")
+    parser.add_argument(
+        "--recipe", default="delayed", help=f"of {', '.join(RECIPES)}; several with commas"
+    )
     parser.add_argument("--size", choices=list(SIZES))
-    parser.add_argument("--standin", action="store_true", help="rehearse on a CPU over the tests' stand-in")
+    parser.add_argument(
+        "--standin", action="store_true", help="rehearse on a CPU over the tests' stand-in"
+    )
     parser.add_argument("--json")
     arguments = parser.parse_args()
     if reason := cannot_run(arguments.standin):
@@ -422,7 +473,9 @@ def main() -> int:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
         if device == "cuda":
             torch.cuda.set_device(rank() % torch.cuda.device_count())
-    results = [compare(arguments.mode, recipe, size, device) for recipe in arguments.recipe.split(",")]
+    results = [
+        compare(arguments.mode, recipe, size, device) for recipe in arguments.recipe.split(",")
+    ]
     if rank() == 0:
         report(results, arguments)
     if dist.is_initialized():
@@ -438,7 +491,9 @@ def report(results: list[dict[str, Any]], arguments: argparse.Namespace) -> None
         figures = ", ".join(f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in after)
         verdict = "equal to the bit" if result["equal"] else "DIFFERENT"
         counted = ", ".join(f"{count:g} {kind}" for kind, count in result["fp8_products"].items())
-        print(f"{result['mode']} {result['recipe']}: {verdict} in {result['steps']} steps; {figures}")
+        print(
+            f"{result['mode']} {result['recipe']}: {verdict} in {result['steps']} steps; {figures}"
+        )
         print(f"    FP8 products of a step: {counted}")
         for each in result["differences"]:
             print(f"    {each}")

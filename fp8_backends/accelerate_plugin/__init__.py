@@ -1,4 +1,5 @@
-"""Connect this package to Hugging Face Accelerate: `Accelerator(mixed_precision="fp8")` trains with our backends."""
+"""Connect this package to Hugging Face Accelerate: `Accelerator(mixed_precision="fp8")` trains with
+our backends."""
 
 from .plugin import connect
 

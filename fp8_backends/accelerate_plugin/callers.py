@@ -1,8 +1,10 @@
-"""Find the caller that builds an Accelerator, if it implies something about FP8 that no argument says.
+"""Find the caller that builds an Accelerator, if it implies something about FP8 that no argument
+says.
 
-`bf16=True` (TRL's default) or `fp16=True` in `TrainingArguments` would replace an FP8 launch; here they mean the
-precision around FP8. `notebook_launcher` stores its `mixed_precision` where `Accelerator()` does not read it. The
-running functions are searched; docs/patches.rst lists the alternatives.
+`bf16=True` (TRL's default) or `fp16=True` in `TrainingArguments` would replace an FP8 launch; here
+they mean the precision around FP8. `notebook_launcher` stores its `mixed_precision` where
+`Accelerator()` does not read it. The running functions are searched; docs/patches.rst lists the
+alternatives.
 """
 
 import copy
@@ -22,17 +24,22 @@ ENGINES = ("DeepSpeed", "FSDP")
 
 
 def asks_for(engine: str) -> bool:
-    """Return True if a launcher asks for one of `ENGINES`, or an Accelerator has been given its plug-in."""
+    """Return True if a launcher asks for one of `ENGINES`, or an Accelerator has been given its
+    plug-in."""
     return os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true"
 
 
 def precision_of_trainer(arguments: Mapping[str, Any]) -> str | None:
-    """Return the mixed precision that a Trainer passes from its TrainingArguments to an Accelerator, else None.
+    """Return the mixed precision that a Trainer passes from its TrainingArguments to an
+    Accelerator, else None.
 
-    A Trainer is the first argument of a running function: names of modules and functions differ by library.
+    A Trainer is the first argument of a running function: names of modules and functions differ by
+    library.
     """
     given = arguments.get("mixed_precision")
-    if given is None or str(given) != getattr(getattr(running_trainer(), "args", None), "mixed_precision", None):
+    if given is None or str(given) != getattr(
+        getattr(running_trainer(), "args", None), "mixed_precision", None
+    ):
         return None
     return str(given)
 
@@ -46,7 +53,9 @@ def log_by_trainer(trainer: Any, values: Mapping[str, float]) -> None:
     state.global_step += 1  # it counts a step when it has ended
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, trackers):
-            callback.on_log(trainer.args, state, trainer.control, logs=dict(values), model=trainer.model)
+            callback.on_log(
+                trainer.args, state, trainer.control, logs=dict(values), model=trainer.model
+            )
 
 
 def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
@@ -55,8 +64,9 @@ def for_trainer(recipe: Recipe, wraps_in_ddp: bool) -> Recipe:
     if whole is recipe or not wraps_in_ddp or running_trainer() is None:
         return recipe
     announce(
-        f"{recipe.name}: Trainer saves the optimizer on one rank, so under DDP each rank keeps all of {recipe.level}'s "
-        f"states: {plan(recipe).bytes_per_element:g} bytes a weight element; FSDP2 shards them"
+        f"{recipe.name}: Trainer saves the optimizer on one rank, so under DDP each rank keeps all "
+        f"of {recipe.level}'s states: {plan(recipe).bytes_per_element:g} bytes a weight element; "
+        "FSDP2 shards them"
     )
     return whole
 
@@ -69,7 +79,8 @@ def with_whole_states(recipe: Recipe) -> Recipe:
 
 
 def precision_of_notebook() -> str | None:
-    """Return the `mixed_precision` of a running `notebook_launcher`, found in the stack of its forked processes."""
+    """Return the `mixed_precision` of a running `notebook_launcher`, found in the stack of its
+    forked processes."""
     launcher = getattr(sys.modules.get("accelerate.launchers"), "notebook_launcher", None)
     code = getattr(launcher, "__code__", None)
     calls = (frame.f_locals for frame, _ in traceback.walk_stack(None) if frame.f_code is code)
@@ -77,17 +88,21 @@ def precision_of_notebook() -> str | None:
 
 
 def around_fp8(recipe: Recipe, precision: str, arguments: Mapping[str, Any]) -> Recipe:
-    """Apply `bf16=True` or `fp16=True` in TrainingArguments as the precision around FP8, or refuse a contradiction."""
+    """Apply `bf16=True` or `fp16=True` in TrainingArguments as the precision around FP8, or refuse
+    a contradiction."""
     if precision not in ("bf16", "fp16"):
         return recipe
     if "autocast_dtype" in recipe.given and recipe.autocast_dtype != precision:
         raise RecipeError(
-            f"autocast_dtype={recipe.autocast_dtype!r} and {precision}=True in TrainingArguments disagree about what "
-            f"runs around FP8: leave autocast_dtype out, or set {precision}=False (TRL's configurations set bf16=True "
-            f"unless they are told otherwise)"
+            f"autocast_dtype={recipe.autocast_dtype!r} and {precision}=True in TrainingArguments "
+            "disagree about what runs around FP8: leave autocast_dtype out, or set "
+            f"{precision}=False (TRL's configurations set bf16=True unless they are told otherwise)"
         )
     for engine in ENGINES:  # they shard the model, and configure the precision themselves
         is_asked = asks_for(engine) or arguments.get(f"{engine.lower()}_plugin") is not None
         if precision == "fp16" and is_asked:
-            raise RecipeError(f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set bf16=True")
+            raise RecipeError(
+                f"fp16=True in TrainingArguments: under {engine} bf16 runs around FP8; set "
+                "bf16=True"
+            )
     return recipe.replace(autocast_dtype=precision)

@@ -1,8 +1,10 @@
-"""Save whole checkpoints or none, from many ranks, with scaling states; check a folder before loading anything of it.
+"""Save whole checkpoints or none, from many ranks, with scaling states; check a folder before
+loading anything of it.
 
-A new checkpoint is written into `.NAME.saving/NAME` beside its place, sealed by a manifest, and renamed into its place;
-an older one is first renamed to `.NAME.saving/.replaced`. The next save or load finishes an interrupted replacement. A
-leader on each file system seals and renames. docs/saving.rst describes the files.
+A new checkpoint is written into `.NAME.saving/NAME` beside its place, sealed by a manifest, and
+renamed into its place; an older one is first renamed to `.NAME.saving/.replaced`. The next save or
+load finishes an interrupted replacement. A leader on each file system seals and renames.
+docs/saving.rst describes the files.
 """
 
 import fnmatch
@@ -42,7 +44,8 @@ except ImportError:  # Windows
 
 _FORMAT = 2
 _OF_RANKS = ("random_states_*.pkl", "custom_checkpoint_*.pkl", "fp8_scaling_*.safetensors")
-"""Files that a loader would read, and that more ranks may have left in an older checkpoint without a manifest."""
+"""Files that a loader would read, and that more ranks may have left in an older checkpoint without
+a manifest."""
 
 
 # Saving
@@ -55,9 +58,11 @@ def save(
     step: int | None,
     total_limit: int | None = None,
 ) -> None:
-    """Save a whole checkpoint or none. If one rank fails, all raise `FP8BackendError`, and an older checkpoint stays.
+    """Save a whole checkpoint or none. If one rank fails, all raise `FP8BackendError`, and an older
+    checkpoint stays.
 
-    `write` writes all files of this rank into a folder. `total_limit` checkpoints stay in the folder around this one.
+    `write` writes all files of this rank into a folder. `total_limit` checkpoints stay in the
+    folder around this one.
     """
     if not output_dir:
         raise FP8BackendError("save_state was given no folder to save into")
@@ -66,16 +71,30 @@ def save(
     staging = holder / target.name
 
     with ExitStack() as lock:
-        on_all_ranks(doing, lambda: lock.enter_context(_locked(target)) if state.is_main_process else None)
+        on_all_ranks(
+            doing, lambda: lock.enter_context(_locked(target)) if state.is_main_process else None
+        )
         _once_per_disk(doing, lambda: _make_way(target))
         try:
-            on_all_ranks(doing, lambda: (staging.mkdir(parents=True, exist_ok=True), write(str(staging))))
+            on_all_ranks(
+                doing, lambda: (staging.mkdir(parents=True, exist_ok=True), write(str(staging)))
+            )
             leads = seal(staging, recipe, step)
         except FP8BackendError as error:
-            on_all_ranks(doing, lambda: shutil.rmtree(holder, True) if state.is_local_main_process else None)
-            rest = f"The new files are in {holder}" if staging.exists() else "The new files are removed"
-            raise FP8BackendError(f"{error}. An earlier checkpoint there is as it was. {rest}") from error.__cause__
-        on_all_ranks(f"renaming the checkpoint {staging}", lambda: _put_in_place(target) if leads else None)
+            on_all_ranks(
+                doing, lambda: shutil.rmtree(holder, True) if state.is_local_main_process else None
+            )
+            rest = (
+                f"The new files are in {holder}"
+                if staging.exists()
+                else "The new files are removed"
+            )
+            raise FP8BackendError(
+                f"{error}. An earlier checkpoint there is as it was. {rest}"
+            ) from error.__cause__
+        on_all_ranks(
+            f"renaming the checkpoint {staging}", lambda: _put_in_place(target) if leads else None
+        )
         if total_limit is not None:
             on_all_ranks(
                 f"removing old checkpoints from {target.parent}",
@@ -84,15 +103,20 @@ def save(
 
 
 def _once_per_disk(doing: str, function: Callable[[], object]) -> None:
-    """Run a function on the main process, then on the first rank of each other node, whose disk may be its own."""
+    """Run a function on the main process, then on the first rank of each other node, whose disk may
+    be its own."""
     state = PartialState()
     on_all_ranks(doing, lambda: function() if state.is_main_process else None)
-    on_all_ranks(doing, lambda: function() if state.is_local_main_process and not state.is_main_process else None)
+    on_all_ranks(
+        doing,
+        lambda: function() if state.is_local_main_process and not state.is_main_process else None,
+    )
 
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Let one process or thread at a time save this checkpoint, on file systems with locks (not on NFS)."""
+    """Let one process or thread at a time save this checkpoint, on file systems with locks (not on
+    NFS)."""
     if fcntl is None:
         yield
         return
@@ -110,14 +134,16 @@ def _locked(target: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked process has the descriptor, too
+            # closing is not enough: a forked process has the descriptor, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
         with suppress(OSError):
             holder.rmdir()
 
 
 def _make_way(target: Path) -> None:
-    """Finish an earlier replacement of this checkpoint, remove leftovers, and refuse a target that stays."""
+    """Finish an earlier replacement of this checkpoint, remove leftovers, and refuse a target that
+    stays."""
     finish(target)
     holder = manifest.holder_of(target)
     for leftover in holder.iterdir() if holder.is_dir() else ():
@@ -130,11 +156,14 @@ def _make_way(target: Path) -> None:
             "read-only": not os.access(target, os.W_OK),
         }
         if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
-            raise FP8BackendError(f"{target} is {kind}, and a save replaces the folder: save into another one")
+            raise FP8BackendError(
+                f"{target} is {kind}, and a save replaces the folder: save into another one"
+            )
 
 
 def seal(folder: Path, recipe: Recipe, step: int | None) -> bool:
-    """Write a folder's manifest once all ranks have written. Return True if this rank leads its file system."""
+    """Write a folder's manifest once all ranks have written. Return True if this rank leads its
+    file system."""
     doing, state = f"sealing the checkpoint {folder}", PartialState()
     marks = folder / manifest.SAVING
 
@@ -166,7 +195,8 @@ def seal(folder: Path, recipe: Recipe, step: int | None) -> bool:
 
 
 def _put_in_place(target: Path) -> None:
-    """Rename a sealed checkpoint into its place, and move files that hooks wrote beside it beside the target."""
+    """Rename a sealed checkpoint into its place, and move files that hooks wrote beside it beside
+    the target."""
     holder = manifest.holder_of(target)
     for path in holder.iterdir():
         if path.name != target.name and path.is_dir():
@@ -184,7 +214,8 @@ def _put_in_place(target: Path) -> None:
 
 
 def finish(target: Path) -> None:
-    """Put the new checkpoint into the place of the renamed old one, if any. Can be repeated after any interruption."""
+    """Put the new checkpoint into the place of the renamed old one, if any. Can be repeated after
+    any interruption."""
     holder = manifest.holder_of(target)
     old = holder / manifest.REPLACED
     if not old.exists():
@@ -194,7 +225,11 @@ def finish(target: Path) -> None:
     manifest.flush(target.parent)
     names = manifest.files_named_by(old)
     if names is None:
-        names = {path.name for path in old.iterdir() if any(fnmatch.fnmatch(path.name, of) for of in _OF_RANKS)}
+        names = {
+            path.name
+            for path in old.iterdir()
+            if any(fnmatch.fnmatch(path.name, of) for of in _OF_RANKS)
+        }
     preferred = manifest.preferred_to(manifest.files_named_by(target) or ())
     for name in (*names, *preferred, manifest.NAME):
         (old / name).unlink(missing_ok=True)
@@ -213,11 +248,15 @@ def _move_missing(old: Path, new: Path) -> None:
 
 
 def _remove_oldest(folder: Path, newest: Path, limit: int) -> None:
-    """Remove Accelerate's checkpoints until `limit` are left. Each is first renamed, so that no loader finds it."""
+    """Remove Accelerate's checkpoints until `limit` are left. Each is first renamed, so that no
+    loader finds it."""
     for leftover in folder.glob(f".*{manifest.SAVING}"):
         if not (leftover / manifest.REPLACED).exists():
             shutil.rmtree(leftover, ignore_errors=True)
-    numbers = {path: re.fullmatch(r"checkpoint_(\d+)", path.name) for path in manifest.checkpoints_in(folder)}
+    numbers = {
+        path: re.fullmatch(r"checkpoint_(\d+)", path.name)
+        for path in manifest.checkpoints_in(folder)
+    }
     others = [path for path, match in numbers.items() if match and path.name != newest.name]
     others.sort(key=lambda path: int(numbers[path][1]), reverse=True)
     for path in others[max(limit - 1, 0) :]:
@@ -227,7 +266,8 @@ def _remove_oldest(folder: Path, newest: Path, limit: int) -> None:
 
 
 def seal_checkpoints_of(trainer: Any, recipe: Recipe) -> None:
-    """Let transformers' Trainer, which never calls `save_state`, write manifests. Repeating it does nothing."""
+    """Let transformers' Trainer, which never calls `save_state`, write manifests. Repeating it does
+    nothing."""
     handler = getattr(trainer, "callback_handler", None)  # none while the Trainer is being built
     if handler is None or any(hasattr(callback, "fp8_recipe") for callback in handler.callbacks):
         return
@@ -253,7 +293,8 @@ def _anywhere(folder: Path) -> bool:
 
 
 def checked(input_dir: str | os.PathLike) -> bool:
-    """Refuse a checkpoint that is not whole, on all ranks, before loading anything. Return True if a rank sees it."""
+    """Refuse a checkpoint that is not whole, on all ranks, before loading anything. Return True if
+    a rank sees it."""
     folder = Path(os.path.realpath(input_dir))
     if not _anywhere(folder):
         return False
@@ -264,12 +305,19 @@ def checked(input_dir: str | os.PathLike) -> bool:
         return True
     others = [path for path in manifest.checkpoints_in(folder.parent) if path != folder]
     newest = next((path for path in others if manifest.condition(path).word == "whole"), None)
-    instead = f"the newest whole checkpoint beside it is {newest}" if newest else "no whole checkpoint lies beside it"
-    raise FP8BackendError(f"{input_dir} is {manifest.said(condition)}. Nothing of it is loaded; {instead}")
+    instead = (
+        f"the newest whole checkpoint beside it is {newest}"
+        if newest
+        else "no whole checkpoint lies beside it"
+    )
+    raise FP8BackendError(
+        f"{input_dir} is {manifest.said(condition)}. Nothing of it is loaded; {instead}"
+    )
 
 
 def _condition(folder: Path) -> Condition:
-    """Find the condition of a checkpoint by all ranks together: ranks that see the same files share the reading."""
+    """Find the condition of a checkpoint by all ranks together: ranks that see the same files share
+    the reading."""
 
     def finish_alone() -> None:
         if (manifest.holder_of(folder) / manifest.REPLACED).exists():
@@ -281,20 +329,26 @@ def _condition(folder: Path) -> Condition:
             status = (folder / manifest.NAME).stat()
         except FileNotFoundError:
             return ()
-        return status.st_ino, status.st_size, status.st_ctime_ns  # different for a copy on another disk
+        # different for a copy on another disk
+        return status.st_ino, status.st_size, status.st_ctime_ns
 
     _once_per_disk(f"finishing the save that was interrupted in {folder}", finish_alone)
     seen = on_all_ranks(f"reading {folder}", identity)
     rank = PartialState().process_index
     peers = [other for other, its in enumerate(seen) if its == seen[rank]]
     part = slice(peers.index(rank), None, len(peers))
-    conditions = on_all_ranks(f"reading {folder}", lambda: manifest.condition(folder, part)._replace(manifest=None))
+    conditions = on_all_ranks(
+        f"reading {folder}", lambda: manifest.condition(folder, part)._replace(manifest=None)
+    )
     return next((condition for condition in conditions if condition.word != "whole"), conditions[0])
 
 
 def newest(folder: Path) -> Path:
-    """Find `manifest.newest_checkpoint` by all ranks together. Raises `FP8BackendError` without one."""
-    names = on_all_ranks(f"reading {folder}", lambda: [path.name for path in manifest.checkpoints_in(folder)])[0]
+    """Find `manifest.newest_checkpoint` by all ranks together. Raises `FP8BackendError` without
+    one."""
+    names = on_all_ranks(
+        f"reading {folder}", lambda: [path.name for path in manifest.checkpoints_in(folder)]
+    )[0]
     chosen = manifest.choose((folder / name, _condition(folder / name)) for name in names)
     if chosen is None:
         raise FP8BackendError(f"no checkpoint in {folder} is whole: there is nothing to load")
@@ -307,7 +361,11 @@ def newest(folder: Path) -> Path:
 def save_scaling(accelerator: Accelerator, output_dir: str) -> None:
     folder, state = Path(output_dir), scaling_state.collect(accelerator._models)
     if accelerator.writes_files:
-        metadata = {"format": _FORMAT, "backend": accelerator.fp8_recipe.name, "models": state.backends}
+        metadata = {
+            "format": _FORMAT,
+            "backend": accelerator.fp8_recipe.name,
+            "models": state.backends,
+        }
         metadata |= {"recipes": state.recipes, "steps": state.steps}
         metadata["manifest"] = manifest.NAME  # incomplete without the manifest
         (folder / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
@@ -316,9 +374,11 @@ def save_scaling(accelerator: Accelerator, output_dir: str) -> None:
 
 
 def load_scaling(accelerator: Accelerator, input_dir: str | os.PathLike) -> None:
-    """Check the scaling states and converted optimizers in a folder of `save_state`, then load the scaling states.
+    """Check the scaling states and converted optimizers in a folder of `save_state`, then load the
+    scaling states.
 
-    All ranks raise `FP8BackendError`, before anything changes, if one of them cannot resume from it.
+    All ranks raise `FP8BackendError`, before anything changes, if one of them cannot resume from
+    it.
     """
     folder = Path(input_dir)
 
@@ -327,7 +387,8 @@ def load_scaling(accelerator: Accelerator, input_dir: str | os.PathLike) -> None
         saved = _read(folder, accelerator.process_index)
         scaling_state.check(accelerator._models, saved, str(folder))
         # ranks that share layers compare what they check, so none may leave it out
-        has_files = accelerator.has_whole_weights and not uses_deepspeed(accelerator)  # whose engine has its own
+        # whose engine has its own
+        has_files = accelerator.has_whole_weights and not uses_deepspeed(accelerator)
         if has_files and (accelerator.is_local_main_process or shares_layers(accelerator)):
             _check_optimizer_files(accelerator, folder)
 
@@ -337,7 +398,11 @@ def load_scaling(accelerator: Accelerator, input_dir: str | os.PathLike) -> None
 
 
 def _check_optimizer_files(accelerator: Accelerator, folder: Path) -> None:
-    names = {id(p): plain_name(name) for model in accelerator._models for name, p in model.named_parameters()}
+    names = {
+        id(p): plain_name(name)
+        for model in accelerator._models
+        for name, p in model.named_parameters()
+    }
     for i, optimizer in enumerate(map(unwrapped, accelerator._optimizers)):
         if isinstance(optimizer, ScaledStates):
             path = folder / (f"{OPTIMIZER_NAME}_{i}.bin" if i else f"{OPTIMIZER_NAME}.bin")
@@ -350,7 +415,8 @@ def _check_optimizer_files(accelerator: Accelerator, folder: Path) -> None:
 
 
 def _read_optimizer(path: Path) -> dict[str, Any] | None:
-    """Read a file of `torch.save` without a copy; return None if only the user's `load_kwargs` can load it."""
+    """Read a file of `torch.save` without a copy; return None if only the user's `load_kwargs` can
+    load it."""
     try:
         return load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except FP8BackendError:
@@ -362,7 +428,8 @@ def _read_optimizer(path: Path) -> dict[str, Any] | None:
 
 
 def _read(folder: Path, rank: int) -> ScalingState | None:
-    """Read the scaling states in a folder; return None without any. Raises `FP8BackendError` for damaged files."""
+    """Read the scaling states in a folder; return None without any. Raises `FP8BackendError` for
+    damaged files."""
     path = folder / METADATA
     if not path.exists():
         return None
@@ -375,7 +442,7 @@ def _read(folder: Path, rank: int) -> ScalingState | None:
     if file_format != _FORMAT:
         raise FP8BackendError(
             f"{path} has format {file_format!r}, and this version of fp8_backends reads {_FORMAT}: "
-            f"load it with the version that wrote it"
+            "load it with the version that wrote it"
         )
     # a run with fewer ranks has saved fewer files
     files = [folder / _tensor_file(saved_by) for saved_by in (rank, 0)]

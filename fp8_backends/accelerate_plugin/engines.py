@@ -1,4 +1,5 @@
-"""Adapt Accelerate to its engines: FSDP2, tensor parallelism and DeepSpeed. Describe a set-up for the rules."""
+"""Adapt Accelerate to its engines: FSDP2, tensor parallelism and DeepSpeed. Describe a set-up for
+the rules."""
 
 import contextlib
 import functools
@@ -7,7 +8,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DDPCommunicationHookType, DeepSpeedPlugin, DistributedType, DynamoBackend
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DeepSpeedPlugin,
+    DistributedType,
+    DynamoBackend,
+)
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._pytree import tree_map
@@ -42,8 +48,15 @@ def setup_of(accelerator: Accelerator) -> Setup:
     dynamo, compiled = state.dynamo_plugin, None
     if dynamo.backend != DynamoBackend.NO:
         compiled = "regional" if dynamo.use_regional_compilation else "full"
-    sections = [deepspeed.deepspeed_config.get(name) for name in ("bf16", "torch_autocast")] if deepspeed else []
-    enabled = [isinstance(section, dict) and str(section.get("enabled")).lower() == "true" for section in sections]
+    sections = (
+        [deepspeed.deepspeed_config.get(name) for name in ("bf16", "torch_autocast")]
+        if deepspeed
+        else []
+    )
+    enabled = [
+        isinstance(section, dict) and str(section.get("enabled")).lower() == "true"
+        for section in sections
+    ]
     hook = ddp.comm_hook if ddp is not None else DDPCommunicationHookType.NO
     arguments = getattr(running_trainer(), "args", None)
     return Setup(
@@ -57,30 +70,46 @@ def setup_of(accelerator: Accelerator) -> Setup:
         zero_stage=max(deepspeed.hf_ds_config._stage, 0) if deepspeed else None,
         zero_offload=deepspeed.hf_ds_config.is_offload() if deepspeed else None,
         engine_bf16=any(enabled) if deepspeed else None,
-        unused_engine=next((name for name in filter(asks_for, ENGINES) if name.upper() != engine.value), None),
-        tensor_parallel=accelerator.parallelism_config.tp_size if accelerator.parallelism_config else None,
-        comm_hook=None if hook == DDPCommunicationHookType.NO else str(getattr(hook, "value", hook)),
-        accumulation_steps=getattr(arguments, "gradient_accumulation_steps", accelerator.gradient_accumulation_steps),
+        unused_engine=next(
+            (name for name in filter(asks_for, ENGINES) if name.upper() != engine.value), None
+        ),
+        tensor_parallel=accelerator.parallelism_config.tp_size
+        if accelerator.parallelism_config
+        else None,
+        comm_hook=None
+        if hook == DDPCommunicationHookType.NO
+        else str(getattr(hook, "value", hook)),
+        accumulation_steps=getattr(
+            arguments, "gradient_accumulation_steps", accelerator.gradient_accumulation_steps
+        ),
         max_grad_norm=getattr(arguments, "max_grad_norm", None),
     )
 
 
 def wraps_in_ddp(accelerator: Accelerator) -> bool:
     """Return True if Accelerate wraps models in DDP."""
-    is_parallel = accelerator.use_distributed and str(accelerator.distributed_type.value).startswith("MULTI_")
+    is_parallel = accelerator.use_distributed and str(
+        accelerator.distributed_type.value
+    ).startswith("MULTI_")
     return is_parallel and not shares_layers(accelerator)
 
 
-# FSDP2. After sharding has swapped an optimizer's parameters, stock Accelerate finds them again by data address.
-# Wrapper tensors (`ScaledTensor`, TorchAO's weights) have no address and would all become the same parameter, so this
-# file finds them by name, and shards the states of an optimizer that has stepped.
+# FSDP2. After sharding has swapped an optimizer's parameters, stock Accelerate finds them again by
+# data address. Wrapper tensors (`ScaledTensor`, TorchAO's weights) have no address and would all
+# become the same parameter, so this file finds them by name, and shards the states of an optimizer
+# that has stepped.
 
 
 @torch.no_grad()
 def upcast(model: nn.Module) -> None:
-    """Cast trainable parameters to FP32, as Accelerate does later, without knowing all formats of stored weights."""
+    """Cast trainable parameters to FP32, as Accelerate does later, without knowing all formats of
+    stored weights."""
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32 and parameter.dtype.is_floating_point:
+        if (
+            parameter.requires_grad
+            and parameter.dtype != torch.float32
+            and parameter.dtype.is_floating_point
+        ):
             if isinstance(parameter, ScaledTensor):
                 swap(parameter, parameter.to(torch.float32).detach(), name)
             else:
@@ -88,8 +117,11 @@ def upcast(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def optimizers_follow_by_name(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """Take the parameters out of optimizers; afterwards insert the sharded model's by name, and shard the states."""
+def optimizers_follow_by_name(
+    models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
+) -> Iterator[None]:
+    """Take the parameters out of optimizers; afterwards insert the sharded model's by name, and
+    shard the states."""
     if not models:
         yield
         return
@@ -99,7 +131,9 @@ def optimizers_follow_by_name(models: list[nn.Module], optimizers: list[torch.op
     try:
         yield
     finally:
-        by_name = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        by_name = {
+            plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)
+        }
         for held in detached:
             for group, names in zip(held.optimizer.param_groups, held.names, strict=True):
                 group["params"] = [by_name[name] for name in names]
@@ -112,33 +146,44 @@ class _Detached:
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         names = {id(p): plain_name(name) for name, p in model.named_parameters()}
-        foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+        foreign = sum(
+            id(p) not in names for group in optimizer.param_groups for p in group["params"]
+        )
         if foreign:
             raise FP8BackendError(
-                f"the optimizer holds {counted(foreign, 'parameter')} that the model prepared with it does not have: "
-                "FSDP2 shards one model, and an optimizer of it can hold no others"
+                f"the optimizer holds {counted(foreign, 'parameter')} that the model prepared with "
+                "it does not have: FSDP2 shards one model, and an optimizer of it can hold no "
+                "others"
             )
         self.optimizer = optimizer
         self.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        self.states: dict[str, dict[str, Any]] = {names[id(p)]: state for p, state in optimizer.state.items() if state}
+        self.states: dict[str, dict[str, Any]] = {
+            names[id(p)]: state for p, state in optimizer.state.items() if state
+        }
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["params"] = []
 
     def shard_states(self) -> None:
-        """Load the states with the optimizer's own `load_state_dict`, which converts them to the format of weights."""
+        """Load the states with the optimizer's own `load_state_dict`, which converts them to the
+        format of weights."""
         if not self.states:
             return
         state_dict = self.optimizer.state_dict()
         names = [name for group in self.names for name in group]
-        for name, (key, p) in zip(names, parameters_by_key(self.optimizer, state_dict).items(), strict=True):
+        for name, (key, p) in zip(
+            names, parameters_by_key(self.optimizer, state_dict).items(), strict=True
+        ):
             if name in self.states:
-                state_dict["state"][key] = {part: _shard(value, p) for part, value in self.states.pop(name).items()}
+                state_dict["state"][key] = {
+                    part: _shard(value, p) for part, value in self.states.pop(name).items()
+                }
         self.optimizer.load_state_dict(state_dict)
 
 
 def _shard(value: Any, parameter: torch.Tensor) -> Any:
-    """Distribute a state of the parameter's shape with the parameter's placements; return any other as it is."""
+    """Distribute a state of the parameter's shape with the parameter's placements; return any other
+    as it is."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim():
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -149,18 +194,21 @@ def _shard(value: Any, parameter: torch.Tensor) -> Any:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
-# Tensor parallelism without FSDP2. Stock Accelerate writes the files of rank 0, with its part of each shared layer.
-# Here all ranks gather DTensors for a file, and take their part when they load it: M ranks load files of N ranks.
+# Tensor parallelism without FSDP2. Stock Accelerate writes the files of rank 0, with its part of
+# each shared layer. Here all ranks gather DTensors for a file, and take their part when they load
+# it: M ranks load files of N ranks.
 
 
 def shares_layers(accelerator: Accelerator) -> bool:
-    """Return True if ranks share layers and FSDP2, which has its own state dicts, does not shard them."""
+    """Return True if ranks share layers and FSDP2, which has its own state dicts, does not shard
+    them."""
     parallelism = accelerator.parallelism_config
     return parallelism is not None and parallelism.tp_enabled and not accelerator.is_fsdp2
 
 
 def whole(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Gather the DTensors of a state dict as plain CPU tensors; tied ones stay tied. All ranks call it."""
+    """Gather the DTensors of a state dict as plain CPU tensors; tied ones stay tied. All ranks call
+    it."""
     gathered: dict[tuple[int, Any], torch.Tensor] = {}
 
     def gather(value: Any) -> Any:
@@ -177,13 +225,16 @@ def whole(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def whole_files(accelerator: Accelerator) -> Iterator[None]:
-    """Around stock `save_state` and `load_state`, let optimizers and models save and load whole tensors."""
+    """Around stock `save_state` and `load_state`, let optimizers and models save and load whole
+    tensors."""
     if not shares_layers(accelerator):
         yield
         return
     optimizers = list(accelerator._optimizers)
     accelerator._optimizers[:] = map(_WholeStates, optimizers)
-    handles = [model.register_load_state_dict_pre_hook(_take_parts) for model in accelerator._models]
+    handles = [
+        model.register_load_state_dict_pre_hook(_take_parts) for model in accelerator._models
+    ]
     handles += [
         model.register_state_dict_post_hook(lambda _, states, *__: states.update(whole(states)))
         for model in accelerator._models
@@ -209,7 +260,9 @@ class _WholeStates:
         states = dict(state_dict["state"])
         for key, p in parameters_by_key(self.optimizer, state_dict).items():
             states[key] = {name: _part(value, p) for name, value in states.get(key, {}).items()}
-        self.optimizer.load_state_dict({**state_dict, "state": {key: state for key, state in states.items() if state}})
+        self.optimizer.load_state_dict(
+            {**state_dict, "state": {key: state for key, state in states.items() if state}}
+        )
 
 
 def _take_parts(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_) -> None:
@@ -220,16 +273,23 @@ def _take_parts(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_) -
 
 
 def _part(value: Any, p: torch.Tensor) -> Any:
-    """Distribute a whole tensor of the shape of the DTensor `p` as `p` is; return anything else as it is."""
-    if not is_distributed(p) or is_distributed(value) or getattr(value, "shape", None) != p.shape or not p.dim():
+    """Distribute a whole tensor of the shape of the DTensor `p` as `p` is; return anything else as
+    it is."""
+    if (
+        not is_distributed(p)
+        or is_distributed(value)
+        or getattr(value, "shape", None) != p.shape
+        or not p.dim()
+    ):
         return value
     return with_local(p, shard_of(p, value))
 
 
-# DeepSpeed. At O0 its engine owns the steps, the precision around FP8 and the communication. Weights and optimizer
-# states are in its flat ZeRO partitions, and its optimizers call the torch optimizer once for each group of parameters,
-# if at all. So a step is observed after Accelerate's synchronised backward, which takes it. At a level the engine runs
-# at stage 0 with a torch optimizer, and `comm.deepspeed` connects it.
+# DeepSpeed. At O0 its engine owns the steps, the precision around FP8 and the communication.
+# Weights and optimizer states are in its flat ZeRO partitions, and its optimizers call the torch
+# optimizer once for each group of parameters, if at all. So a step is observed after Accelerate's
+# synchronised backward, which takes it. At a level the engine runs at stage 0 with a torch
+# optimizer, and `comm.deepspeed` connects it.
 
 
 def uses_deepspeed(accelerator: Accelerator) -> bool:
@@ -251,7 +311,8 @@ MSAMP = "msamp"
 
 
 def asked_by_deepspeed(arguments: Mapping[str, Any]) -> str | None:
-    """Return the backend string of a `DeepSpeedPlugin` with `enable_msamp`, or of its configuration; else None."""
+    """Return the backend string of a `DeepSpeedPlugin` with `enable_msamp`, or of its
+    configuration; else None."""
     plugins = arguments.get("deepspeed_plugins") or arguments.get("deepspeed_plugin")
     plugin = next(iter(plugins.values()), None) if isinstance(plugins, dict) else plugins
     section = getattr(plugin, "deepspeed_config", {}).get(MSAMP) or {}
@@ -268,12 +329,20 @@ def with_zero_states(recipe: Recipe, accelerator: Accelerator) -> Recipe:
 
 @contextlib.contextmanager
 def engine_at_stage_0(plugin: DeepSpeedPlugin) -> Iterator[None]:
-    """Configure an engine that leaves weights, states and precision to a level, with an optimizer of PyTorch."""
+    """Configure an engine that leaves weights, states and precision to a level, with an optimizer
+    of PyTorch."""
     config, given = plugin.deepspeed_config, dict(plugin.deepspeed_config)
-    new = {"zero_optimization": {"stage": 0}, "bf16": {"enabled": False}, "fp16": {"enabled": False}, MSAMP: {}}
+    new = {
+        "zero_optimization": {"stage": 0},
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+        MSAMP: {},
+    }
     optimizer = config.get("optimizer")
     if optimizer and str(optimizer.get("type")).lower() in ("adam", "adamw"):
-        new["optimizer"] = optimizer | {"params": optimizer.get("params", {}) | {"torch_adam": True}}
+        new["optimizer"] = optimizer | {
+            "params": optimizer.get("params", {}) | {"torch_adam": True}
+        }
     config |= new
     try:
         yield
@@ -297,7 +366,10 @@ class EngineSteps:
 
 def run_post_hooks(optimizer: Any) -> None:
     """Run the step post-hooks of an optimizer whose `step` was not called."""
-    for hook in [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
+    for hook in [
+        *optimizer._optimizer_step_post_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    ]:
         hook(optimizer, (), {})
 
 
@@ -307,13 +379,16 @@ def watch_engine(accelerator: Accelerator) -> None:
         return
     if accelerator.fp8_engine_steps is None:
         accelerator.fp8_engine_steps = EngineSteps()
-    optimizer_steps.watch_optimizer(accelerator._models, accelerator.fp8_engine_steps, accelerator.fp8_recipe)
+    optimizer_steps.watch_optimizer(
+        accelerator._models, accelerator.fp8_engine_steps, accelerator.fp8_recipe
+    )
     for engine in accelerator._models:
         _keep_scaling_in_checkpoints(engine)
 
 
 def after_engine_backward(accelerator: Accelerator) -> None:
-    """Let ranks agree on scaling states, and run the hooks of a step, which the engine skips after an overflow."""
+    """Let ranks agree on scaling states, and run the hooks of a step, which the engine skips after
+    an overflow."""
     if not accelerator.sync_gradients:
         return
     engine = accelerator.deepspeed_engine_wrapped.engine
@@ -323,7 +398,8 @@ def after_engine_backward(accelerator: Accelerator) -> None:
 
 
 def _keep_scaling_in_checkpoints(engine: nn.Module) -> None:
-    """Save scaling states in the client state of the engine's own checkpoints; `save_state` has files of its own."""
+    """Save scaling states in the client state of the engine's own checkpoints; `save_state` has
+    files of its own."""
     if "save_checkpoint" in engine.__dict__:
         return
     save, load = engine.save_checkpoint, engine.load_checkpoint
@@ -338,7 +414,11 @@ def _keep_scaling_in_checkpoints(engine: nn.Module) -> None:
     @functools.wraps(load)
     def load_checkpoint(load_dir, *args, **kwargs):
         path, client_state = load(load_dir, *args, **kwargs)
-        if path is not None and not hasattr(engine, IN_FILES) and not kwargs.get("load_module_only"):
+        if (
+            path is not None
+            and not hasattr(engine, IN_FILES)
+            and not kwargs.get("load_module_only")
+        ):
             saved = client_state.pop(OPTIMIZER_KEY, None)
             restore([engine], ScalingState.of(saved, str(path)), str(path))
         return path, client_state

@@ -1,8 +1,9 @@
-"""`fp8-backends launch`: run Accelerate's launcher with every backend string and field, for unmodified scripts.
+"""`fp8-backends launch`: run Accelerate's launcher with every backend string and field, for
+unmodified scripts.
 
-Flags, configuration file and environment are merged into one recipe, checked here and passed to the workers
-(`worker.py`) in `FP8_BACKENDS_RECIPE`. Accelerate's launcher runs in this process and sees no mixed precision: for
-"fp8" it requires three libraries that few backends need.
+Flags, configuration file and environment are merged into one recipe, checked here and passed to the
+workers (`worker.py`) in `FP8_BACKENDS_RECIPE`. Accelerate's launcher runs in this process and sees
+no mixed precision: for "fp8" it requires three libraries that few backends need.
 """
 
 import argparse
@@ -55,9 +56,12 @@ class Configuration(NamedTuple):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Launch in FP8 as `accelerate launch` would with these arguments. Return the script's exit code."""
+    """Launch in FP8 as `accelerate launch` would with these arguments. Return the script's exit
+    code."""
     if is_disabled():
-        raise FP8BackendError("FP8_BACKENDS_DISABLE is set, which contradicts this command: unset it")
+        raise FP8BackendError(
+            "FP8_BACKENDS_DISABLE is set, which contradicts this command: unset it"
+        )
     from accelerate.commands import launch as commands
 
     refuse_mismatches(incompatibilities(commands, _NEEDED_PARAMETERS))
@@ -75,12 +79,15 @@ def run(arguments: Sequence[str]) -> int:
 
 class _Formatter(argparse.HelpFormatter):
     def add_argument(self, action: argparse.Action) -> None:
-        action.option_strings = [spelling for spelling in action.option_strings if "-" not in spelling[2:]]
+        action.option_strings = [
+            spelling for spelling in action.option_strings if "-" not in spelling[2:]
+        ]
         super().add_argument(action)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse arguments with Accelerate's parser, recipe fields as text; `nondefault` names the given ones."""
+    """Parse arguments with Accelerate's parser, recipe fields as text; `nondefault` names the given
+    ones."""
     parser = launch_parser()
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -89,7 +96,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if name.startswith("fp8_"):
             suffixes = {flag_name.removeprefix("fp8_").upper() for flag_name in _flags()}
             suffix = name.removeprefix("fp8_").upper()
-            raise sources.unknown_variable(spelled, suffix, lambda near: f"--fp8_{near.lower()}", suffixes)
+            raise sources.unknown_variable(
+                spelled, suffix, lambda near: f"--fp8_{near.lower()}", suffixes
+            )
         near = difflib.get_close_matches(f"--{name}", list(parser._option_string_actions), n=1)
         _refuse(f"unknown flag {spelled}" + (f" (did you mean {near[0]!r}?)" if near else ""))
     args.nondefault = getattr(args, "nondefault", set())
@@ -106,10 +115,12 @@ def launch_parser() -> argparse.ArgumentParser:
     parser = launch_command_parser()
     parser.prog, parser.formatter_class, parser.error = "fp8-backends launch", _Formatter, _refuse
     parser.description = (
-        "accelerate launch, in FP8, for scripts as they are: all of its flags, and every field of a recipe. "
-        "Code overrides flags, flags override the configuration file, and that overrides the environment."
+        "accelerate launch, in FP8, for scripts as they are: all of its flags, and every field of "
+        "a recipe. Code overrides flags, flags override the configuration file, and that overrides "
+        "the environment."
     )
-    parser._option_string_actions["--mixed_precision"].choices = None  # a backend string is valid, too
+    # a backend string is valid, too
+    parser._option_string_actions["--mixed_precision"].choices = None
     group = next(group for group in parser._action_groups if group.title == "FP8 Arguments")
     for name, (field, _) in _flags().items():
         values = f" ({field.values_and_default})" if field.values_and_default else ""
@@ -140,7 +151,9 @@ def recipe_flags(args: argparse.Namespace) -> sources.Source:
     for name, match in _flags().items():
         if name in args.nondefault:
             value = getattr(args, name)
-            sources.add_field(fields, places, match, value, f"--{name}" if value is True else f"--{name} {value}")
+            sources.add_field(
+                fields, places, match, value, f"--{name}" if value is True else f"--{name} {value}"
+            )
     return sources.Source(fields, places)
 
 
@@ -152,10 +165,14 @@ def _refuse(message: str) -> NoReturn:
 
 
 def recipe_fields(args: argparse.Namespace, config: Configuration) -> dict[str, Any]:
-    """Merge the fields of `FP8RecipeKwargs` from flags, configuration file and environment, the strongest first."""
+    """Merge the fields of `FP8RecipeKwargs` from flags, configuration file and environment, the
+    strongest first."""
     in_file = sources.config_source(config.get("fp8_config"), config.path)
-    if _GATHER in in_file.idle and not _uses_fsdp(args, config):  # `accelerate config` recommends it for FSDP2
-        in_file = in_file._replace(fields={name: v for name, v in in_file.fields.items() if name != _GATHER})
+    # `accelerate config` recommends it for FSDP2
+    if _GATHER in in_file.idle and not _uses_fsdp(args, config):
+        in_file = in_file._replace(
+            fields={name: v for name, v in in_file.fields.items() if name != _GATHER}
+        )
     return merged([recipe_flags(args), in_file, _environment()])
 
 
@@ -165,12 +182,16 @@ def _environment() -> sources.Source:
         fields = sources.environment_fields()
     except RecipeError as error:
         raise RecipeError(f"{name} in the environment: {error}") from None
-    places = {field: f"{name} in the environment, {field}={shown(value)}" for field, value in fields.items()}
+    places = {
+        field: f"{name} in the environment, {field}={shown(value)}"
+        for field, value in fields.items()
+    }
     return sources.Source(fields, places, selects_levels=sources.is_launched())
 
 
 def _configuration(args: argparse.Namespace, commands: ModuleType) -> Configuration:
-    """Read the file that Accelerate will read: the given one, else the user's default one, but not with --cpu."""
+    """Read the file that Accelerate will read: the given one, else the user's default one, but not
+    with --cpu."""
     default = commands.default_config_file
     path = args.config_file or (default if os.path.isfile(default) and not args.cpu else None)
     if path is None:
@@ -179,10 +200,14 @@ def _configuration(args: argparse.Namespace, commands: ModuleType) -> Configurat
     try:
         values = commands.load_config_from_file(path)
     except Exception as error:  # Accelerate's reader may raise anything
-        raise FP8BackendError(f"{path} is no configuration file of Accelerate: {_one_line(error)}") from error
+        raise FP8BackendError(
+            f"{path} is no configuration file of Accelerate: {_one_line(error)}"
+        ) from error
     kind = getattr(values, "distributed_type", None)
     if kind is not None and not isinstance(kind, Enum):  # Accelerate reads only text
-        raise FP8BackendError(f"{path}: distributed_type={shown(kind)} must be a word such as NO, MULTI_GPU, FSDP")
+        raise FP8BackendError(
+            f"{path}: distributed_type={shown(kind)} must be a word such as NO, MULTI_GPU, FSDP"
+        )
     if names_backend(values.mixed_precision) and "backend" not in (values.fp8_config or {}):
         values.fp8_config = {**(values.fp8_config or {}), "backend": values.mixed_precision}
         values.mixed_precision = "fp8"
@@ -190,43 +215,61 @@ def _configuration(args: argparse.Namespace, commands: ModuleType) -> Configurat
 
 
 def _check_precision(args: argparse.Namespace, config: Configuration) -> None:
-    """Refuse another precision as a flag; warn of one in the configuration file, which other commands read, too."""
+    """Refuse another precision as a flag; warn of one in the configuration file, which other
+    commands read, too."""
     if args.mixed_precision not in (None, "fp8"):
         raise FP8BackendError(
-            f"--mixed_precision {args.mixed_precision}: this command trains in FP8; leave the flag out (around FP8 "
-            "training runs in --fp8_autocast_dtype, bf16 by default), or use accelerate launch"
+            f"--mixed_precision {args.mixed_precision}: this command trains in FP8; leave the flag "
+            "out (around FP8 training runs in --fp8_autocast_dtype, bf16 by default), or use "
+            "accelerate launch"
         )
     in_file = config.get("mixed_precision")
     if args.mixed_precision is None and in_file not in (None, "fp8"):
-        logger.warning("mixed_precision: %s in %s has no effect: this command trains in FP8", in_file, config.path)
+        logger.warning(
+            "mixed_precision: %s in %s has no effect: this command trains in FP8",
+            in_file,
+            config.path,
+        )
 
 
 def _check_launcher(args: argparse.Namespace, config: Configuration) -> None:
-    """Refuse a launcher that cannot train in FP8 here, and a missing script. Raises `FP8BackendError`."""
+    """Refuse a launcher that cannot train in FP8 here, and a missing script. Raises
+    `FP8BackendError`."""
     if "sagemaker" in str(config.get("compute_environment")).lower():
         raise FP8BackendError(
             f"{config.path} is for Amazon SageMaker, which starts the script by itself: put "
             "`import fp8_backends` into the script, and use accelerate launch"
         )
     if args.no_python:
-        raise FP8BackendError("--no_python: only Python scripts can be connected to this package; leave the flag out")
-    for rule, flag_name, kind in (("tpu", "tpu", "XLA"), ("megatron", "use_megatron_lm", "MEGATRON_LM")):
+        raise FP8BackendError(
+            "--no_python: only Python scripts can be connected to this package; leave the flag out"
+        )
+    for rule, flag_name, kind in (
+        ("tpu", "tpu", "XLA"),
+        ("megatron", "use_megatron_lm", "MEGATRON_LM"),
+    ):
         if getattr(args, flag_name) or _distributed_type(args, config) == kind:
             reason, fix = RULES[rule].reason, RULES[rule].fix
             raise FP8BackendError(f"--{flag_name} (distributed_type {kind}): {reason}. Fix: {fix}")
     by_fsdp = _uses_fsdp(args, config)
     uses_cpu = config.get("use_cpu") or _variable("ACCELERATE_USE_CPU", flag, False)
-    if (by_fsdp or (_uses_gpus(args, config) and not uses_cpu)) and not args.cpu and not has_device():
+    if (
+        (by_fsdp or (_uses_gpus(args, config) and not uses_cpu))
+        and not args.cpu
+        and not has_device()
+    ):
         raise FP8BackendError(
-            f"{'--use_fsdp' if by_fsdp else '--multi_gpu'}: this machine has no GPU, and without one Accelerate would "
-            "train alone on every rank. For DDP on the CPU: --cpu --num_processes N"
+            f"{'--use_fsdp' if by_fsdp else '--multi_gpu'}: this machine has no GPU, and without "
+            "one Accelerate would train alone on every rank. For DDP on the CPU: --cpu "
+            "--num_processes N"
         )
     if not args.module and not os.path.exists(args.training_script):
         raise FP8BackendError(f"there is no script {shown(args.training_script)}")
 
 
 def _check_machine(recipe: Recipe, args: argparse.Namespace, config: Configuration) -> None:
-    """Raise `BackendUnavailableError` if the recipe cannot run here; warn if another machine or GPU may train."""
+    """Raise `BackendUnavailableError` if the recipe cannot run here; warn if another machine or GPU
+    may train."""
     if recipe.compute == AUTO:
         return
     try:
@@ -235,12 +278,23 @@ def _check_machine(recipe: Recipe, args: argparse.Namespace, config: Configurati
         chosen_gpus = (args.gpu_ids or config.get("gpu_ids") or "all") != "all"
         if not (chosen_gpus or _by_mpirun(args, config) or _by_remote_shell(args, config)):
             raise
-        logger.warning("%s. The processes are started all the same: they may find another machine, or GPU", error)
+        logger.warning(
+            "%s. The processes are started all the same: they may find another machine, or GPU",
+            error,
+        )
 
 
 def _distributed_type(args: argparse.Namespace, config: Configuration) -> str:
-    """Return the configuration file's distributed type; empty if a flag overrides it, or without one."""
-    flags = (args.cpu, args.multi_gpu, args.tpu, args.use_deepspeed, args.use_fsdp, args.use_megatron_lm)
+    """Return the configuration file's distributed type; empty if a flag overrides it, or without
+    one."""
+    flags = (
+        args.cpu,
+        args.multi_gpu,
+        args.tpu,
+        args.use_deepspeed,
+        args.use_fsdp,
+        args.use_megatron_lm,
+    )
     kind = config.get("distributed_type")
     return "" if any(flags) or kind is None else str(kind.value)
 
@@ -267,12 +321,21 @@ _STARTED_RANKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WO
 
 
 def _wants_cpu_ranks(args: argparse.Namespace, config: Configuration) -> bool:
-    """Return True if several CPU processes are requested and no launcher starts them: Accelerate would train in one."""
-    count = args.num_processes if "num_processes" in args.nondefault else config.get("num_processes")
+    """Return True if several CPU processes are requested and no launcher starts them: Accelerate
+    would train in one."""
+    count = (
+        args.num_processes if "num_processes" in args.nondefault else config.get("num_processes")
+    )
     elsewhere = _uses_deepspeed(args, config) or _uses_fsdp(args, config)
-    on_cpu = not elsewhere and not _uses_gpus(args, config) and (bool(config.get("use_cpu")) or not has_device())
+    on_cpu = (
+        not elsewhere
+        and not _uses_gpus(args, config)
+        and (bool(config.get("use_cpu")) or not has_device())
+    )
     started = any(_variable(name, whole_number(), 1) > 1 for name in _STARTED_RANKS)
-    return (args.cpu or on_cpu) and (count or 1) > 1 and not _by_mpirun(args, config) and not started
+    return (
+        (args.cpu or on_cpu) and (count or 1) > 1 and not _by_mpirun(args, config) and not started
+    )
 
 
 def _variable(name: str, parse: Callable[[Any], Any], default: Any) -> Any:
@@ -281,7 +344,9 @@ def _variable(name: str, parse: Callable[[Any], Any], default: Any) -> Any:
     try:
         return default if text is None else parse(text)
     except ValueError as error:
-        raise FP8BackendError(f"{name}={shown(text)} in the environment {error}: correct it, or unset it") from None
+        raise FP8BackendError(
+            f"{name}={shown(text)} in the environment {error}: correct it, or unset it"
+        ) from None
 
 
 def _by_mpirun(args: argparse.Namespace, config: Configuration) -> bool:
@@ -300,7 +365,9 @@ def _by_remote_shell(args: argparse.Namespace, config: Configuration) -> bool:
 # Launching
 
 
-def _launch(args: argparse.Namespace, config: Configuration, fields: dict[str, Any], commands: ModuleType) -> int:
+def _launch(
+    args: argparse.Namespace, config: Configuration, fields: dict[str, Any], commands: ModuleType
+) -> int:
     """Run Accelerate's launcher and return the exit code of the first process that failed, or 0."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -308,9 +375,14 @@ def _launch(args: argparse.Namespace, config: Configuration, fields: dict[str, A
     recipe = json.dumps(fields, separators=(",", ":"))
     if _by_remote_shell(args, config):  # DeepSpeed writes it into a file for a shell, unquoted
         recipe = urllib.parse.quote(recipe, safe="")
-    script, quiet, args.quiet = args.training_script, args.quiet, False  # with --quiet Accelerate hides the exit code
+    # with --quiet Accelerate hides the exit code
+    script, quiet, args.quiet = args.training_script, args.quiet, False
     # Accelerate starts the worker, which runs the script
-    args.training_script_args = [*(["-m"] if args.module else []), script, *args.training_script_args]
+    args.training_script_args = [
+        *(["-m"] if args.module else []),
+        script,
+        *args.training_script_args,
+    ]
     args.training_script, args.module = WORKER, True
     args.mixed_precision = "no"  # until the worker says "fp8"
     try:
@@ -332,7 +404,9 @@ def _launch(args: argparse.Namespace, config: Configuration, fields: dict[str, A
         return 0
     code = code if code >= 0 else 128 - code  # as in a shell: 128 + signal
     if not quiet:
-        print(f"fp8-backends launch: {script} ended with exit code {code}{details}", file=sys.stderr)
+        print(
+            f"fp8-backends launch: {script} ended with exit code {code}{details}", file=sys.stderr
+        )
     return code
 
 

@@ -50,7 +50,8 @@ def with_mixin(mixin: type, accelerator_class: type) -> type:
 
 
 def _blank(mixin: type, accelerator_class: type):
-    """Create an instance without state, for unpickling: pickle finds no name of a class from `with_mixin`."""
+    """Create an instance without state, for unpickling: pickle finds no name of a class from
+    `with_mixin`."""
     cls = with_mixin(mixin, accelerator_class)
     return cls.__new__(cls)
 
@@ -75,9 +76,11 @@ class IgnoresFP8Environment(_RunTimeClass):
 
 
 class FP8Mixin(_RunTimeClass):
-    """Base of an Accelerator class, before the original. Converts every model before stock Accelerate prepares it.
+    """Base of an Accelerator class, before the original. Converts every model before stock
+    Accelerate prepares it.
 
-    Stock Accelerate sees `fp8_backend` NO, so it converts nothing; bf16 autocast and FP32 outputs remain.
+    Stock Accelerate sees `fp8_backend` NO, so it converts nothing; bf16 autocast and FP32 outputs
+    remain.
     """
 
     class_prefix = "FP8"
@@ -92,7 +95,8 @@ class FP8Mixin(_RunTimeClass):
     fp8_engine_steps: engines.EngineSteps | None = None
 
     def _start_fp8(self, recipe: Recipe) -> None:
-        """Continue after the original `__init__`. Raises `RecipeError` if the engine does not support the recipe."""
+        """Continue after the original `__init__`. Raises `RecipeError` if the engine does not
+        support the recipe."""
         self.fp8_recipe = recipe
         self._fp8_converted = False
         rules.refuse(setup := setup_of(self))
@@ -101,7 +105,9 @@ class FP8Mixin(_RunTimeClass):
         if "autocast_dtype" in recipe.given or by_engine:
             self.fp8_autocast_dtype = recipe.autocast_dtype
         else:
-            self.fp8_autocast_dtype = "fp32" if setup.engine_bf16 is False else hardware.fast_precision(self.device)
+            self.fp8_autocast_dtype = (
+                "fp32" if setup.engine_bf16 is False else hardware.fast_precision(self.device)
+            )
         if self.fp8_autocast_dtype != "bf16":
             self.native_amp = False  # stock autocast is bf16; ours, if any, replaces it
         elif is_at_stage_0(self):
@@ -156,10 +162,16 @@ class FP8Mixin(_RunTimeClass):
         return result
 
     def _prepare_tp(self, *args):
-        """Prepare all but models as Accelerate does. Stock Accelerate also replaces Parameters by data address, which
-        scaled weights lack, and under FSDP2 wraps plain ones with a class that transformers 5 has dropped."""
-        others = (obj if isinstance(obj, nn.Module) else self._prepare_one(obj, first_pass=True) for obj in args)
-        return [obj if isinstance(obj, nn.Module) else self._prepare_one(obj) for obj in list(others)]
+        """Prepare all but models as Accelerate does. Stock Accelerate also replaces Parameters by
+        data address, which scaled weights lack, and under FSDP2 wraps plain ones with a class that
+        transformers 5 has dropped."""
+        others = (
+            obj if isinstance(obj, nn.Module) else self._prepare_one(obj, first_pass=True)
+            for obj in args
+        )
+        return [
+            obj if isinstance(obj, nn.Module) else self._prepare_one(obj) for obj in list(others)
+        ]
 
     def _prepare_fsdp2(self, *args):
         """Prepare as Accelerate does, but find the optimizer's sharded parameters by name."""
@@ -171,7 +183,8 @@ class FP8Mixin(_RunTimeClass):
         return result
 
     def _prepare_deepspeed(self, *args):
-        """Prepare as Accelerate does; at a level with an engine at stage 0, and autocast as under DDP."""
+        """Prepare as Accelerate does; at a level with an engine at stage 0, and autocast as under
+        DDP."""
         if uses_zero(self):
             return super()._prepare_deepspeed(*args)
         for model in _models_and_optimizers(args)[0]:
@@ -183,7 +196,9 @@ class FP8Mixin(_RunTimeClass):
             ranks.connect_ranks(engine, self.fp8_recipe)
         return result
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ):
         """Convert the model, then prepare it as Accelerate does."""
         is_native = self.fp8_recipe.implementation == "native"
         if is_native and not getattr(model, "_is_accelerate_prepared", False):
@@ -193,7 +208,9 @@ class FP8Mixin(_RunTimeClass):
                 self._autocast_forward(model, self._autocast_in(torch.float16))
             if engines.wraps_in_ddp(self) and not evaluation_mode and leaves_nothing(model):
                 raise rules.refusal("ddp_nothing_left", setup_of(self))
-        model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        model = super().prepare_model(
+            model, device_placement=device_placement, evaluation_mode=evaluation_mode
+        )
         if is_native and not evaluation_mode:
             ranks.connect_ranks(model, self.fp8_recipe)
         self._watch_optimizers()
@@ -201,7 +218,8 @@ class FP8Mixin(_RunTimeClass):
 
     @staticmethod
     def _autocast_forward(model: nn.Module, autocast: torch.autocast) -> None:
-        """Autocast a model's forward, with FP32 outputs, as stock Accelerate does for bf16 under DDP."""
+        """Autocast a model's forward, with FP32 outputs, as stock Accelerate does for bf16 under
+        DDP."""
         model._original_forward = forward = model.forward
         if hasattr(forward, "__func__"):
             model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
@@ -212,40 +230,52 @@ class FP8Mixin(_RunTimeClass):
         models, optimizers = _models_and_optimizers(args)
         if len(models) != 1 or len(optimizers) != 1:
             raise RecipeError(
-                f"implementation='original' prepares one model with one optimizer at a time; prepare() was given "
-                f"{len(models)} and {len(optimizers)}"
+                "implementation='original' prepares one model with one optimizer at a time; "
+                f"prepare() was given {len(models)} and {len(optimizers)}"
             )
         model, optimizer = original.initialize(models[0], optimizers[0], self.fp8_recipe)
-        return tuple({id(models[0]): model, id(optimizers[0]): optimizer}.get(id(obj), obj) for obj in args)
+        return tuple(
+            {id(models[0]): model, id(optimizers[0]): optimizer}.get(id(obj), obj) for obj in args
+        )
 
     def _convert(self, model: nn.Module, evaluation_mode: bool = False) -> None:
-        """Convert a model. Only a module beside a converted one, such as a loss, may have no layer in FP8."""
-        trains, setup = not evaluation_mode and any(p.requires_grad for p in model.parameters()), setup_of(self)
+        """Convert a model. Only a module beside a converted one, such as a loss, may have no layer
+        in FP8."""
+        trains, setup = (
+            not evaluation_mode and any(p.requires_grad for p in model.parameters()),
+            setup_of(self),
+        )
         if trains:
             preconditions.check_sharing(model, setup)
         try:
             preparation.prepare_model(model, self.fp8_recipe)
             is_first, self._fp8_converted = not self._fp8_converted, True
-            # not in `__init__`: a Trainer builds several Accelerators, and prepares a model with one
-            is_chosen = setup.engine_bf16 is not False and "autocast_dtype" not in self.fp8_recipe.given
+            # not in `__init__`: a Trainer builds several Accelerators, and prepares a model with
+            # one
+            is_chosen = (
+                setup.engine_bf16 is not False and "autocast_dtype" not in self.fp8_recipe.given
+            )
             if is_first and self.fp8_autocast_dtype == "fp32" and is_chosen:
                 announce(
-                    "FP32 runs around FP8: PyTorch has no fast bf16 products on this CPU. autocast_dtype='bf16' asks "
-                    "for bf16 all the same"
+                    "FP32 runs around FP8: PyTorch has no fast bf16 products on this CPU. "
+                    "autocast_dtype='bf16' asks for bf16 all the same"
                 )
         except FP8BackendError:
             if _has_layers_for_fp8(model) or (trains and not self._fp8_converted):
                 raise
             if trains:
-                logger.warning("%s has no Linear layer: it trains without FP8", type(model).__name__)
+                logger.warning(
+                    "%s has no Linear layer: it trains without FP8", type(model).__name__
+                )
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
         """Prepare as Accelerate does; the optimizer's first step will prove that FP8 runs."""
         is_new = not getattr(optimizer, "_is_accelerate_prepared", False)
         if is_new and self.fp8_has_loaded and is_main_process():
             logger.warning(
-                f"{type(optimizer).__name__} is prepared after load_state(), which has loaded no state for it: it "
-                f"starts afresh. To resume, prepare model and optimizer before load_state()"
+                f"{type(optimizer).__name__} is prepared after load_state(), which has loaded no "
+                "state for it: it starts afresh. To resume, prepare model and optimizer before "
+                "load_state()"
             )
         if is_new and self.fp8_recipe.implementation == "native":
             # before the wrapper, which stores `optimizer.step` if there is a loss scaler
@@ -254,12 +284,15 @@ class FP8Mixin(_RunTimeClass):
         if is_new:
             inner = _innermost(optimizer)
             if hasattr(inner, "fused_backward") and engines.wraps_in_ddp(self):
-                raise rules.refusal("lomo_ddp", replace(setup_of(self), optimizer=type(inner).__name__))
+                raise rules.refusal(
+                    "lomo_ddp", replace(setup_of(self), optimizer=type(inner).__name__)
+                )
         self._watch_optimizers()
         return optimizer
 
     def __setstate__(self, state: dict) -> None:
-        """Watch models and optimizers again: PyTorch pickles no hooks of optimizers and Parameters."""
+        """Watch models and optimizers again: PyTorch pickles no hooks of optimizers and
+        Parameters."""
         self.__dict__.update(state)
         for model in filter(conversion.prepared_roots, self._models):
             preparation.prepare_model(model, self.fp8_recipe)
@@ -274,16 +307,26 @@ class FP8Mixin(_RunTimeClass):
                 features.run("report_samples", self.fp8_engine_steps, self._log_sample)
             return
         for optimizer in map(_innermost, self._optimizers):
-            models = list(self._models)  # under FSDP2 one, with gathered parameters that are not the optimizer's
+            # under FSDP2 one, with gathered parameters that are not the optimizer's
+            models = list(self._models)
             if not self.is_fsdp2:
                 trained = parameter_ids(optimizer)
-                models = [model for model in models if any(id(p) in trained for p in model.parameters())]
+                models = [
+                    model for model in models if any(id(p) in trained for p in model.parameters())
+                ]
             if models:
                 optimizer_steps.watch_optimizer(models, optimizer, self.fp8_recipe)
                 features.run("report_samples", optimizer, self._log_sample)
-            elif self.has_whole_weights and self._check_trains not in optimizer._optimizer_step_pre_hooks.values():
+            elif (
+                self.has_whole_weights
+                and self._check_trains not in optimizer._optimizer_step_pre_hooks.values()
+            ):
                 optimizer.register_step_pre_hook(self._check_trains)
-            if self.has_whole_weights and self.gradient_accumulation_steps > 1 and not engines.shares_layers(self):
+            if (
+                self.has_whole_weights
+                and self.gradient_accumulation_steps > 1
+                and not engines.shares_layers(self)
+            ):
                 for model in filter(conversion.prepared_roots, models):
                     stored_weights.keep_weight_casts(model)
 
@@ -298,9 +341,10 @@ class FP8Mixin(_RunTimeClass):
         return of_one_rank or engines.wraps_in_ddp(self) or is_at_stage_0(self)
 
     def backward(self, loss, **kwargs):
-        """Run Accelerate's backward, and cast accumulated weight gradients once, when complete. If a script accumulates
-        without Accelerate, the optimizer's step casts them. Raises `FP8BackendError` without a prepared model, and
-        warns of a model without a prepared optimizer."""
+        """Run Accelerate's backward, and cast accumulated weight gradients once, when complete. If
+        a script accumulates without Accelerate, the optimizer's step casts them. Raises
+        `FP8BackendError` without a prepared model, and warns of a model without a prepared
+        optimizer."""
         if not self._fp8_converted and self.fp8_recipe.implementation == "native":
             message = f"{self.fp8_recipe.name}: backward in an Accelerator that has prepared no model: write {_PREPARE}"
             proof.refuse_unproven(message, self.fp8_recipe)
@@ -313,7 +357,8 @@ class FP8Mixin(_RunTimeClass):
             self._warn_of_unprepared_optimizers()
         if kwargs.get("learning_rate") is not None and self.has_lomo_optimizer:
             for optimizer in map(_innermost, self._optimizers):
-                if hasattr(optimizer, "fused_backward"):  # LOMO steps inside backward, and its `step` is never called
+                # LOMO steps inside backward, and its `step` is never called
+                if hasattr(optimizer, "fused_backward"):
                     engines.run_post_hooks(optimizer)
         if uses_zero(self):
             engines.after_engine_backward(self)
@@ -327,7 +372,11 @@ class FP8Mixin(_RunTimeClass):
 
     def _warn_of_unprepared_optimizers(self) -> None:
         models, self.fp8_without_gradients = self.fp8_without_gradients, []
-        if not is_main_process() or uses_deepspeed(self) or (self._optimizers and not self.has_whole_weights):
+        if (
+            not is_main_process()
+            or uses_deepspeed(self)
+            or (self._optimizers and not self.has_whole_weights)
+        ):
             return
         level = self.fp8_recipe.level
         states = f", and level {level} does not reach its states" * (level != "O0")
@@ -338,13 +387,14 @@ class FP8Mixin(_RunTimeClass):
                 self.fp8_without_gradients.append(model)
             elif not any(id(p) in held for p in parameters):
                 logger.warning(
-                    f"{self.fp8_recipe.name}: {type(conversion.unwrapped(model)).__name__} got gradients and its "
-                    f"optimizer is not prepared, so no step proves that FP8 runs{states}: "
-                    f"write {_PREPARE}, or freeze a model that does not train"
+                    f"{self.fp8_recipe.name}: {type(conversion.unwrapped(model)).__name__} got "
+                    "gradients and its optimizer is not prepared, so no step proves that FP8 "
+                    f"runs{states}: write {_PREPARE}, or freeze a model that does not train"
                 )
 
     def join_uneven_inputs(self, *args, **kwargs):
-        """Join as Accelerate does. Raises `FP8BackendError` with a feature that lets ranks wait for each other."""
+        """Join as Accelerate does. Raises `FP8BackendError` with a feature that lets ranks wait for
+        each other."""
         features.run("join_uneven_inputs", self)
         return super().join_uneven_inputs(*args, **kwargs)
 
@@ -357,17 +407,20 @@ class FP8Mixin(_RunTimeClass):
     # Checkpoints and export
 
     def save_state(self, output_dir: str | os.PathLike | None = None, *args, **kwargs) -> Path:
-        """Save as Accelerate does, with scaling states: a resumed run equals an unbroken one to the bit. The checkpoint
-        is whole or absent, whenever the process ends. If a rank cannot write, all raise `FP8BackendError`, and an older
-        checkpoint stays."""
+        """Save as Accelerate does, with scaling states: a resumed run equals an unbroken one to the
+        bit. The checkpoint is whole or absent, whenever the process ends. If a rank cannot write,
+        all raise `FP8BackendError`, and an older checkpoint stays."""
         project = self.project_configuration
         limit = project.total_limit if project.automatic_checkpoint_naming else None
         if project.automatic_checkpoint_naming:
-            output_dir = os.path.join(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
+            output_dir = os.path.join(
+                self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}"
+            )
             if os.path.exists(output_dir):
                 raise ValueError(
-                    f"Checkpoint directory {output_dir} ({self.save_iteration}) already exists. Please manually "
-                    f"override `self.save_iteration` with what iteration to start with."
+                    f"Checkpoint directory {output_dir} ({self.save_iteration}) already exists. "
+                    "Please manually override `self.save_iteration` with what iteration to start "
+                    "with."
                 )
             self.wait_for_everyone()  # or a rank may find the folder of another
         write = functools.partial(self._write_state, super().save_state, args, kwargs)
@@ -383,7 +436,10 @@ class FP8Mixin(_RunTimeClass):
         project = self.project_configuration
         self.project_configuration = replace(project, automatic_checkpoint_naming=False)
         try:
-            with self._scaling_in_files(), self._around_states(whole_states, receives=self.writes_files):
+            with (
+                self._scaling_in_files(),
+                self._around_states(whole_states, receives=self.writes_files),
+            ):
                 checkpoints.save_scaling(self, folder)
                 with engines.whole_files(self):
                     save(folder, *args, **kwargs)
@@ -415,13 +471,14 @@ class FP8Mixin(_RunTimeClass):
         return self.is_local_main_process if on_each_node else self.is_main_process
 
     def load_state(self, input_dir: str | os.PathLike | None = None, *args, **kwargs):
-        """Load as Accelerate does, with scaling states. After a warning, a checkpoint of stock Accelerate or another
-        backend loads with fresh scales. Without a folder, load the newest whole checkpoint under automatic naming.
-        Raises `FP8BackendError` for a partial checkpoint or invalid states, before loading anything."""
+        """Load as Accelerate does, with scaling states. After a warning, a checkpoint of stock
+        Accelerate or another backend loads with fresh scales. Without a folder, load the newest
+        whole checkpoint under automatic naming. Raises `FP8BackendError` for a partial checkpoint
+        or invalid states, before loading anything."""
         if not self._models:
             raise FP8BackendError(
-                "load_state() before prepare(): there is no model to load the checkpoint into. Call "
-                "accelerator.prepare(model, optimizer, ...) first"
+                "load_state() before prepare(): there is no model to load the checkpoint into. "
+                "Call accelerator.prepare(model, optimizer, ...) first"
             )
         is_there = True
         if input_dir is not None:
@@ -441,9 +498,12 @@ class FP8Mixin(_RunTimeClass):
         return scaling_state.in_files([*map(_innermost, self._optimizers), *owners])
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, *args, **kwargs):
-        """Unwrap as Accelerate does. Without the FP32 wrapper the model has its original `forward`."""
+        """Unwrap as Accelerate does. Without the FP32 wrapper the model has its original
+        `forward`."""
         if not keep_fp32_wrapper:
-            inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
+            inner = extract_model_from_parallel(
+                model, keep_fp32_wrapper=True, keep_torch_compile=False
+            )
             forward = inner.__dict__.pop("_original_forward", None)
             if forward is not None:
                 del inner.forward
@@ -453,18 +513,23 @@ class FP8Mixin(_RunTimeClass):
 
     # Logging
 
-    def init_trackers(self, project_name: str, config: dict | None = None, init_kwargs: dict | None = None):
-        """Add `fp8_backend` to the trackers' configuration and, for prepared models without convolutions,
-        `fp8_flops_share`, the share (0 to 1) of weight FLOPs in FP8 layers."""
+    def init_trackers(
+        self, project_name: str, config: dict | None = None, init_kwargs: dict | None = None
+    ):
+        """Add `fp8_backend` to the trackers' configuration and, for prepared models without
+        convolutions, `fp8_flops_share`, the share (0 to 1) of weight FLOPs in FP8 layers."""
         roots = [root for model in self._models for root in conversion.prepared_roots(model)]
-        report = ConversionReport([product for _, _, prepared in roots for product in prepared.report.products])
+        report = ConversionReport(
+            [product for _, _, prepared in roots for product in prepared.report.products]
+        )
         fp8 = {"fp8_backend": self.fp8_recipe.name}
         if report.products and not report.has_convolutions:
             fp8["fp8_flops_share"] = report.flops_share
         super().init_trackers(project_name, {**fp8, **(config or {})}, init_kwargs)
 
     def _log_sample(self, values: dict[str, float], step: int) -> None:
-        """Log a sample of FP8's statistics to the trackers, at the optimizer's step, or by a running Trainer."""
+        """Log a sample of FP8's statistics to the trackers, at the optimizer's step, or by a
+        running Trainer."""
         if trainer := running_trainer():
             log_by_trainer(trainer, values)
         for tracker in self.trackers:
@@ -485,12 +550,16 @@ class FP8Mixin(_RunTimeClass):
     def autocast(self, autocast_handler=None):
         """Autocast as Accelerate does, in `fp8_autocast_dtype`."""
         is_fp16 = self.fp8_autocast_dtype == "fp16"
-        with self._autocast_in(torch.float16, autocast_handler) if is_fp16 else super().autocast(autocast_handler):
+        with (
+            self._autocast_in(torch.float16, autocast_handler)
+            if is_fp16
+            else super().autocast(autocast_handler)
+        ):
             yield
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
-        """Clip as Accelerate does. Gradient release has no norm of all gradients: raises `RecipeError`, or returns NaN
-        for `max_norm=inf`, by which a Trainer only reads the norm."""
+        """Clip as Accelerate does. Gradient release has no norm of all gradients: raises
+        `RecipeError`, or returns NaN for `max_norm=inf`, by which a Trainer only reads the norm."""
         if self.fp8_recipe.gradient_release and max_norm == math.inf:
             return torch.tensor(math.nan, device="cpu")
         self._refuse_clipping(max_norm)

@@ -1,5 +1,6 @@
-"""`connect()`: the one patch of Accelerate. If arguments or environment request FP8, `Accelerator.__init__` changes the
-class of the instance to `FP8<Accelerator>` (mixin.py) before the original runs."""
+"""`connect()`: the one patch of Accelerate. If arguments or environment request FP8,
+`Accelerator.__init__` changes the class of the instance to `FP8<Accelerator>` (mixin.py) before the
+original runs."""
 
 import functools
 import inspect
@@ -53,8 +54,9 @@ _STOCK_HANDLERS = tuple(
 def connect() -> None:
     """Let stock `accelerate.Accelerator` train with the backends of this package.
 
-    `import fp8_backends` does it already; repeating it changes nothing. An Accelerator without FP8 behaves as before,
-    to the bit. `FP8_BACKENDS_DISABLE=1` in the environment leaves Accelerate unpatched.
+    `import fp8_backends` does it already; repeating it changes nothing. An Accelerator without FP8
+    behaves as before, to the bit. `FP8_BACKENDS_DISABLE=1` in the environment leaves Accelerate
+    unpatched.
     """
     # another library may have wrapped our wrapper
     innermost = inspect.unwrap(Accelerator.__init__, stop=lambda function: hasattr(function, _MARK))
@@ -62,7 +64,8 @@ def connect() -> None:
         Accelerator.__init__ = _patched(Accelerator.__init__)
         if AcceleratorState._shared_state.get("_mixed_precision") == "fp8" and is_main_process():
             logger.warning(
-                'mixed precision "fp8" was set before fp8_backends was imported: Accelerators made until then train '
+                'mixed precision "fp8" was set before fp8_backends was imported: Accelerators made '
+                "until then train "
                 "with stock FP8. Import fp8_backends before the Accelerator is made"
             )
 
@@ -83,7 +86,8 @@ def _patched(original):
         except TypeError:
             return original(self, *args, **kwargs)  # raises the familiar error
         handlers = _handlers(bound.arguments)
-        is_asked_beside = _launch_in_fp8() or any(map(_is_fp8_handler, handlers))  # whatever mixed_precision says
+        # whatever mixed_precision says
+        is_asked_beside = _launch_in_fp8() or any(map(_is_fp8_handler, handlers))
         by_trainer = precision_of_trainer(bound.arguments) if is_asked_beside else None
         given = bound.arguments.get("mixed_precision") if by_trainer is None else None
         backend = os.environ.get("ACCELERATE_MIXED_PRECISION") if given is None else given
@@ -91,33 +95,41 @@ def _patched(original):
             handlers = [*handlers, FP8RecipeKwargs(backend=backend)]
             bound.arguments |= {"mixed_precision": "fp8", "kwargs_handlers": handlers}
         elif by_trainer is not None or _precision(bound.arguments) == "fp8":
-            bound.arguments["mixed_precision"] = "fp8"  # Accelerate does not read a notebook's precision
+            # Accelerate does not read a notebook's precision
+            bound.arguments["mixed_precision"] = "fp8"
         recipe = asked_recipe(bound.arguments, by_trainer)
         if recipe is None:
             _warn_of_fp8_in_environment(bound.arguments)
             if _backend_in_environment() and not isinstance(self, IgnoresFP8Environment):
-                # without "fp8", Accelerate would still obey the variable and fail on it, or convert the model
+                # without "fp8", Accelerate would still obey the variable and fail on it, or convert
+                # the model
                 self.__class__ = with_mixin(IgnoresFP8Environment, type(self))
             return original(self, *args, **kwargs)
         refuse_mismatches(mismatches)
-        bound.arguments["kwargs_handlers"] = [handler for handler in handlers if not _is_fp8_handler(handler)]
+        bound.arguments["kwargs_handlers"] = [
+            handler for handler in handlers if not _is_fp8_handler(handler)
+        ]
         check_machine(recipe)  # before there is a process group, or an AcceleratorState in FP8
         if not isinstance(self, FP8Mixin):
             self.__class__ = with_mixin(FP8Mixin, type(self))
-        with ExitStack() as undo:  # Accelerate's checks pass during this call; the registry has its own
+        # Accelerate's checks pass during this call; the registry has its own
+        with ExitStack() as undo:
             for name in _FP8_CHECKS:
                 undo.callback(setattr, accelerate.state, name, getattr(accelerate.state, name))
                 setattr(accelerate.state, name, lambda *args, **kwargs: True)
-            if (stock := os.environ.pop("ACCELERATE_FP8_BACKEND", None)) is not None:  # a DeepSpeedPlugin knows no O3
+            # a DeepSpeedPlugin knows no O3
+            if (stock := os.environ.pop("ACCELERATE_FP8_BACKEND", None)) is not None:
                 undo.callback(os.environ.__setitem__, "ACCELERATE_FP8_BACKEND", stock)
             original(*bound.args, **bound.kwargs)
         ranks = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
         is_alone = self.num_processes == 1 or self.distributed_type == DistributedType.NO
         if is_alone and ranks > 1:
             raise FP8BackendError(
-                f"{ranks} processes were started, and without a GPU Accelerate would train alone in each: for DDP set "
-                "ACCELERATE_USE_CPU=true in the environment, or write Accelerator(cpu=True), both of which leave "
-                'DeepSpeed and FSDP out; for DeepSpeed pass InitProcessGroupKwargs(backend="gloo") in kwargs_handlers'
+                f"{ranks} processes were started, and without a GPU Accelerate would train alone "
+                "in each: for DDP set ACCELERATE_USE_CPU=true in the environment, or write "
+                "Accelerator(cpu=True), both of which leave "
+                'DeepSpeed and FSDP out; for DeepSpeed pass InitProcessGroupKwargs(backend="gloo") '
+                "in kwargs_handlers"
             )
         self._start_fp8(with_zero_states(for_trainer(recipe, wraps_in_ddp(self)), self))
 
@@ -141,34 +153,42 @@ def refuse_mismatches(mismatches: Sequence[str]) -> None:
     if mismatches:
         raise FP8BackendError(
             f"this version of Accelerate ({accelerate.__version__}) does not fit fp8_backends: "
-            f"{'; '.join(mismatches)}. Install the version pinned in tests/constraints.txt, or another fp8_backends"
+            f"{'; '.join(mismatches)}. Install the version pinned in tests/constraints.txt, or "
+            "another fp8_backends"
         )
 
 
 def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) -> Recipe | None:
-    """Return the resolved recipe for these arguments of `Accelerator` and the environment; None without FP8.
+    """Return the resolved recipe for these arguments of `Accelerator` and the environment; None
+    without FP8.
 
-    A handler overrides `ACCELERATE_FP8_*`, and both need mixed precision "fp8"; "fp8" without either means `auto`.
-    `by_trainer` is the mixed precision in a Trainer's arguments.
+    A handler overrides `ACCELERATE_FP8_*`, and both need mixed precision "fp8"; "fp8" without
+    either means `auto`. `by_trainer` is the mixed precision in a Trainer's arguments.
     """
     precision = _precision(arguments)
-    handlers = [handler for handler in arguments.get("kwargs_handlers") or () if _is_fp8_handler(handler)]
+    handlers = [
+        handler for handler in arguments.get("kwargs_handlers") or () if _is_fp8_handler(handler)
+    ]
     if len(handlers) > 1:
         names = " and ".join(type(handler).__name__ for handler in handlers)
-        raise RecipeError(f"two FP8 recipes, {names}: pass one, in kwargs_handlers or as mixed_precision")
+        raise RecipeError(
+            f"two FP8 recipes, {names}: pass one, in kwargs_handlers or as mixed_precision"
+        )
     if precision != "fp8":
         if any(isinstance(handler, Recipe) for handler in handlers):
             raise RecipeError(
                 f'{type(handlers[0]).__name__} is given, but mixed precision is "{precision}": '
-                'set Accelerator(mixed_precision="fp8") or ACCELERATE_MIXED_PRECISION=fp8, or remove the handler. '
+                'set Accelerator(mixed_precision="fp8") or ACCELERATE_MIXED_PRECISION=fp8, or '
+                "remove the handler. "
                 "What stays outside FP8 runs in the recipe's autocast_dtype (bf16 by default)"
             )
         return None
     if is_launched() and (names := sorted(variables(os.environ))) and is_main_process():
         # the launcher leaves none of Accelerate's variables
         logger.warning(
-            f"{', '.join(PREFIX + name for name in names)}, set by the script, has no effect: fp8-backends launch says "
-            "what the recipe is, and a handler in kwargs_handlers comes before it"
+            f"{', '.join(PREFIX + name for name in names)}, set by the script, has no effect: "
+            "fp8-backends launch says what the recipe is, and a handler in kwargs_handlers comes "
+            "before it"
         )
     if not handlers and (backend := asked_by_deepspeed(arguments)):
         handlers = [FP8RecipeKwargs(backend=backend)]
@@ -179,11 +199,22 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
 def _handlers(arguments: Mapping[str, Any]) -> Any:
     given = arguments.get("kwargs_handlers") or []
     if _is_fp8_handler(given):
-        raise RecipeError(f"kwargs_handlers must be a list: write kwargs_handlers=[{type(given).__name__}(...)]")
+        raise RecipeError(
+            f"kwargs_handlers must be a list: write kwargs_handlers=[{type(given).__name__}(...)]"
+        )
     if text := next(filter(names_backend, [given] if isinstance(given, str) else given), None):
-        raise RecipeError(f"kwargs_handlers: {shown(text)} is no handler. Write Accelerator(mixed_precision={text!r})")
-    if any(isinstance(handler, Mapping) for handler in ([given] if isinstance(given, Mapping) else given)):
-        raise RecipeError("kwargs_handlers: a dict is no handler. Write kwargs_handlers=[FP8RecipeKwargs(**fields)]")
+        raise RecipeError(
+            f"kwargs_handlers: {shown(text)} is no handler. Write "
+            f"Accelerator(mixed_precision={text!r})"
+        )
+    if any(
+        isinstance(handler, Mapping)
+        for handler in ([given] if isinstance(given, Mapping) else given)
+    ):
+        raise RecipeError(
+            "kwargs_handlers: a dict is no handler. Write "
+            "kwargs_handlers=[FP8RecipeKwargs(**fields)]"
+        )
     return given
 
 
@@ -202,7 +233,8 @@ def _launch_in_fp8() -> str:
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
     if asked.lower() == "fp8" or names_backend(asked):
         return f"ACCELERATE_MIXED_PRECISION={asked}"
-    if is_launched():  # Axolotl, for one, writes its own configuration's precision into the variable
+    # Axolotl, for one, writes its own configuration's precision into the variable
+    if is_launched():
         return "fp8-backends launch"
     return 'notebook_launcher(mixed_precision="fp8")' if precision_of_notebook() == "fp8" else ""
 
@@ -212,23 +244,32 @@ def _is_fp8_handler(handler: Any) -> bool:
 
 
 def _backend_in_environment() -> str | None:
-    """Return the value of ACCELERATE_FP8_BACKEND (any case). The other variables only count with fp8."""
-    texts = (text.strip() for key, text in os.environ.items() if key.upper() == "ACCELERATE_FP8_BACKEND")
+    """Return the value of ACCELERATE_FP8_BACKEND (any case). The other variables only count with
+    fp8."""
+    texts = (
+        text.strip() for key, text in os.environ.items() if key.upper() == "ACCELERATE_FP8_BACKEND"
+    )
     return next((text for text in texts if text and text.upper() != "NO"), None)
 
 
 def _completed(handler: Any) -> Any:
-    """Complete the handler from the launch or the environment. The handler overrides both, with a warning."""
+    """Complete the handler from the launch or the environment. The handler overrides both, with a
+    warning."""
     try:
         fields = environment_fields()
-        if not is_launched() and not isinstance(handler, Recipe):  # Accelerate's have read the other variables
+        # Accelerate's have read the other variables
+        if not is_launched() and not isinstance(handler, Recipe):
             fields = {name: fields[name] for name in fields.keys() & {"backend"}}
         if not fields:
             return handler
-        recipe, warning = code_over_launch(handler, fields, LAUNCH if is_launched() else environment_name())
+        recipe, warning = code_over_launch(
+            handler, fields, LAUNCH if is_launched() else environment_name()
+        )
     except RecipeError as error:
         name = type(handler).__name__
-        raise RecipeError(f"{name} in the script, with {environment_name()} in the environment: {error}") from None
+        raise RecipeError(
+            f"{name} in the script, with {environment_name()} in the environment: {error}"
+        ) from None
     if warning is not None and is_main_process():
         logger.warning("%s", warning)
     return recipe
@@ -241,8 +282,12 @@ def _warn_of_fp8_in_environment(arguments: Mapping[str, Any]) -> None:
     if launch := _launch_in_fp8():
         launch += f" and ACCELERATE_FP8_BACKEND={backend}" if backend else ""
         logger.warning(
-            f'FP8 is off: this run was launched with {launch}, and the code says Accelerator(mixed_precision="'
-            f'{precision}"): leave mixed_precision out there, or launch without fp8'
+            f"FP8 is off: this run was launched with {launch}, and the code says "
+            f'Accelerator(mixed_precision="{precision}"): leave mixed_precision out there, or '
+            "launch without fp8"
         )
     elif backend:
-        logger.warning(f'ACCELERATE_FP8_BACKEND={backend} has no effect: mixed precision is "{precision}", not "fp8"')
+        logger.warning(
+            f'ACCELERATE_FP8_BACKEND={backend} has no effect: mixed precision is "{precision}", '
+            'not "fp8"'
+        )

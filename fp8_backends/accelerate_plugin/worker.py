@@ -1,9 +1,11 @@
-"""Connect this package, then run a script unmodified. `fp8-backends launch` starts this module in place of the script.
+"""Connect this package, then run a script unmodified. `fp8-backends launch` starts this module in
+place of the script.
 
     python -m fp8_backends.accelerate_plugin.worker script.py ARGUMENTS
     python -m fp8_backends.accelerate_plugin.worker -m module ARGUMENTS
 
-The script runs as if started by Python: `__main__`, `sys.argv`, `sys.path`, exit codes and tracebacks are the same.
+The script runs as if started by Python: `__main__`, `sys.argv`, `sys.path`, exit codes and
+tracebacks are the same.
 """
 
 import builtins
@@ -29,7 +31,9 @@ from ..recipes.sources import environment_fields, is_launched
 def main(arguments: Sequence[str]) -> None:
     """Run `script.py ARGUMENTS` or `-m module ARGUMENTS` in this process."""
     if not arguments or arguments[0] == "-m" and len(arguments) == 1:
-        sys.exit("usage: python -m fp8_backends.accelerate_plugin.worker [-m MODULE | SCRIPT] ARGUMENTS")
+        sys.exit(
+            "usage: python -m fp8_backends.accelerate_plugin.worker [-m MODULE | SCRIPT] ARGUMENTS"
+        )
     ask_for_fp8()
     with _Steps(arguments[arguments[0] == "-m"]) if is_launched() else contextlib.nullcontext():
         if arguments[0] == "-m":
@@ -47,7 +51,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _Steps:
-    """Observe a script's optimizer steps. If none proved FP8, say so; exit with code 1 if all were outside FP8."""
+    """Observe a script's optimizer steps. If none proved FP8, say so; exit with code 1 if all were
+    outside FP8."""
 
     def __init__(self, script: str) -> None:
         self.script = script
@@ -63,7 +68,11 @@ class _Steps:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         failed = error is not None and (not isinstance(error, SystemExit) or error.code)
         # an Accelerator with another precision has warned
-        if failed or True in self.proofs or AcceleratorState._shared_state.get("_mixed_precision", "fp8") != "fp8":
+        if (
+            failed
+            or True in self.proofs
+            or AcceleratorState._shared_state.get("_mixed_precision", "fp8") != "fp8"
+        ):
             return
         is_unprepared = self.proofs == {None}
         reason = (
@@ -71,19 +80,24 @@ class _Steps:
             "accelerator.prepare(model, optimizer); --fp8_on_unproven warn ends with exit code 0"
         ) * is_unprepared
         if is_main_process():
-            print(f"fp8-backends launch: {self.script} ended without a proof of FP8{reason}", file=sys.stderr)
+            print(
+                f"fp8-backends launch: {self.script} ended without a proof of FP8{reason}",
+                file=sys.stderr,
+            )
         if is_unprepared and environment_fields().get("on_unproven") != "warn":
             sys.exit(1)
 
 
 def ask_for_fp8() -> None:
-    """Let every Accelerator of this process train in FP8 if `fp8-backends launch` passed a recipe."""
+    """Let every Accelerator of this process train in FP8 if `fp8-backends launch` passed a
+    recipe."""
     if is_launched():
         os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8"
 
 
 def _run_source(script: str) -> None:
-    """Run a script with `sys.argv[0]` as given and a lasting `__main__`, unlike `runpy.run_path`."""
+    """Run a script with `sys.argv[0]` as given and a lasting `__main__`, unlike
+    `runpy.run_path`."""
     path = os.path.abspath(script)
     try:
         with io.open_code(path) as file:

@@ -1,4 +1,5 @@
-"""Find the mildest change of a recipe that halves its gradient error: `fp8_backends.advise` (docs/numerics.rst)."""
+"""Find the mildest change of a recipe that halves its gradient error: `fp8_backends.advise`
+(docs/numerics.rst)."""
 
 import contextlib
 import math
@@ -59,7 +60,8 @@ class Alone(NamedTuple):
     gap: float
 
     def parts(self) -> list[tuple[str, ...]]:
-        """Split the layers by names without numbers if this gives few groups, otherwise in halves."""
+        """Split the layers by names without numbers if this gives few groups, otherwise in
+        halves."""
         groups = by_pattern(self.names)
         if 1 < len(groups) <= GROUPS:
             return list(map(tuple, groups.values()))
@@ -84,9 +86,11 @@ class Advice:
     min_flops_share: float
     passes: int = 0
     sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """`tensor_cores.sum_lost` with and without fast accumulation, of layers that lose more by it than by casts."""
+    """`tensor_cores.sum_lost` with and without fast accumulation, of layers that lose more by it
+    than by casts."""
     slow: Trial | None = None
-    """These layers without fast accumulation: advised even if the gap stays, as on a machine without such sums."""
+    """These layers without fast accumulation: advised even if the gap stays, as on a machine
+    without such sums."""
 
     @property
     def recipe(self) -> Recipe:
@@ -96,17 +100,23 @@ class Advice:
     @property
     def best(self) -> Trial:
         """The trial with the smallest gap among those with enough FP8."""
-        return min((trial for trial in self.trials if trial.kept >= self.min_flops_share), key=lambda trial: trial.gap)
+        return min(
+            (trial for trial in self.trials if trial.kept >= self.min_flops_share),
+            key=lambda trial: trial.gap,
+        )
 
     @property
     def verdict(self) -> str:
         if self.chosen is not None:
             changes = [self.chosen.change]
-            if self.slow not in (None, self.chosen) and self.chosen.recipe.fast_accumulation is not True:
+            if (
+                self.slow not in (None, self.chosen)
+                and self.chosen.recipe.fast_accumulation is not True
+            ):
                 changes.insert(0, self.slow.change)
             return (
-                f"{'; '.join(changes)}: {self._ratio(self.chosen)} of the gap, with {share(self.chosen.kept)} of the "
-                "FLOPs in FP8 kept there"
+                f"{'; '.join(changes)}: {self._ratio(self.chosen)} of the gap, with "
+                f"{share(self.chosen.kept)} of the FLOPs in FP8 kept there"
             )
         if self.slow is not None and self.slow.gap <= BROKEN:
             return f"{self.slow.change}: {self._ratio(self.slow)} of the gap; no further change halves it"
@@ -116,8 +126,9 @@ class Advice:
         if self.best is self.given:
             return f"{keep}: none of the changes that were tried makes the gap smaller"
         return (
-            f"{keep}: no change halves the gap with {share(self.min_flops_share)} of the FLOPs kept in FP8; the best "
-            f"found is: {self.best.change} ({self._ratio(self.best)} of the gap)"
+            f"{keep}: no change halves the gap with {share(self.min_flops_share)} of the FLOPs "
+            f"kept in FP8; the best found is: {self.best.change} ({self._ratio(self.best)} of the "
+            "gap)"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -138,29 +149,43 @@ class Advice:
                     "layers": dict(trial.recipe.layers or {}),
                     "flops_share": trial.flops_share,
                     "kept": trial.kept,
-                    **({"why_not": trial.why_not} if trial.why_not else finite(trial.measured._asdict())),
+                    **(
+                        {"why_not": trial.why_not}
+                        if trial.why_not
+                        else finite(trial.measured._asdict())
+                    ),
                 }
                 for trial in self.trials
             ],
-            "sums": {name: {"lost": lost, "without": without} for name, (lost, without) in self.sums.items()},
+            "sums": {
+                name: {"lost": lost, "without": without}
+                for name, (lost, without) in self.sums.items()
+            },
             "alone": [{**group._asdict(), "gap": finite(group.gap)} for group in self.alone],
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `recipe` as a recipe file (docs/launching.rst), with the measurements as comments.
 
-        Raises `FP8BackendError` for another ending than .yaml, a field with a Python object, and a path that cannot be
-        written.
+        Raises `FP8BackendError` for another ending than .yaml, a field with a Python object, and a
+        path that cannot be written.
         """
         recipe, path = self.recipe, check_recipe_path(path)
-        if objects := [name for name in _fields(recipe) if settings_of(recipe.compute)[name].is_object]:
-            raise FP8BackendError(f"{path}: no file can hold the Python object of {objects[0]}: pass the recipe")
+        if objects := [
+            name for name in _fields(recipe) if settings_of(recipe.compute)[name].is_object
+        ]:
+            raise FP8BackendError(
+                f"{path}: no file can hold the Python object of {objects[0]}: pass the recipe"
+            )
         measured = self.chosen or self.slow or self.given
         gaps = f"gap {measured.gap:.4f}; as given ({self.given.recipe.name}) {self.given.gap:.4f}; "
         gaps += f"{self.around} without FP8 {self.floor.gap:.4f}; {share(measured.flops_share)} of weight FLOPs in FP8"
         comments = [f"fp8-backends advise: {self.verdict}", gaps, *self.further_lines()]
         fields = {"backend": recipe.name, **_fields(recipe)}
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        plain = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in fields.items()
+        }
         text = "".join(f"# {line}\n" for line in comments) + yaml.safe_dump(plain, sort_keys=False)
         try:
             path.write_text(text, encoding="utf-8")
@@ -172,38 +197,67 @@ class Advice:
         rows.append((f"{self.around}, no FP8", "", "0 %", "0 %", *self._figures(self.floor)))
         for trial in self.trials:
             figures = ("not run", "", "") if trial.why_not else self._figures(trial.measured)
-            rows.append((trial.change, trial.recipe.name, share(trial.flops_share), share(trial.kept), *figures))
+            rows.append(
+                (
+                    trial.change,
+                    trial.recipe.name,
+                    share(trial.flops_share),
+                    share(trial.kept),
+                    *figures,
+                )
+            )
         return rows
 
     def __str__(self) -> str:
-        return "\n".join([in_columns(self.rows()), self.verdict, str(self.recipe), *self.further_lines()])
+        return "\n".join(
+            [in_columns(self.rows()), self.verdict, str(self.recipe), *self.further_lines()]
+        )
 
     def _repr_html_(self) -> str:
         return as_html("; ".join([self.verdict, *self.further_lines()]), self.rows())
 
     def further_lines(self) -> list[str]:
         """Return the worst single layers, and the reasons for missing measurements."""
-        lines = [f"{trial.change}: not run, {trial.why_not}" for trial in self.trials if trial.why_not]
-        singles = sorted((group for group in self.alone if len(group.names) == 1), key=lambda group: -group.gap)
+        lines = [
+            f"{trial.change}: not run, {trial.why_not}" for trial in self.trials if trial.why_not
+        ]
+        singles = sorted(
+            (group for group in self.alone if len(group.names) == 1), key=lambda group: -group.gap
+        )
         if singles:
             gaps = ", ".join(f"{group.names[0]} {group.gap:.3g}" for group in singles[:SHOWN])
             lines.append(f"gap of one layer alone in FP8: {gaps}")
         for name, (lost, without) in list(self.sums.items())[:SHOWN]:
-            lines.append(f"sums lost in {name}: {share(lost)}, without fast accumulation {share(max(0.0, without))}")
+            lines.append(
+                f"sums lost in {name}: {share(lost)}, without fast accumulation "
+                f"{share(max(0.0, without))}"
+            )
         if self.not_counted:
-            lines.append(f"not counted, since {self.around} alone turns their gradients: {listed(self.not_counted)}")
+            lines.append(
+                f"not counted, since {self.around} alone turns their gradients: "
+                f"{listed(self.not_counted)}"
+            )
         return lines
 
     def _ratio(self, trial: Trial) -> str:
-        return f"{trial.gap / self.given.gap:.2f}" if 0 < self.given.gap < math.inf else f"{trial.gap:.3g}"
+        return (
+            f"{trial.gap / self.given.gap:.2f}"
+            if 0 < self.given.gap < math.inf
+            else f"{trial.gap:.3g}"
+        )
 
     def _figures(self, measured: Measurement) -> tuple[str, str, str]:
         ratio = measured.gap / self.given.gap if 0 < self.given.gap < math.inf else math.nan
-        return f"{measured.gap:.4f}", "" if math.isnan(ratio) else f"{ratio:.2f}", f"{measured.loss_error:.2g}"
+        return (
+            f"{measured.gap:.4f}",
+            "" if math.isnan(ratio) else f"{ratio:.2f}",
+            f"{measured.loss_error:.2g}",
+        )
 
 
 def check_recipe_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a recipe file to write. Raises `FP8BackendError` for another ending than .yaml."""
+    """Return the path of a recipe file to write. Raises `FP8BackendError` for another ending than
+    .yaml."""
     if Path(path).suffix not in (".yaml", ".yml"):
         raise FP8BackendError(f"{path}: a recipe file with comments ends in .yaml")
     return Path(path)
@@ -222,26 +276,33 @@ def advise(
 ) -> Advice:
     """Find the mildest change of a recipe that halves its gap, measured on your own batches.
 
-    The gap is the relative error of the gradients against FP32 (`advice.gap.GradientGap`). The model is only read:
-    everything runs on copies, one at a time, with random numbers of their own. Hooks of the model run on copies too.
+    The gap is the relative error of the gradients against FP32 (`advice.gap.GradientGap`). The
+    model is only read: everything runs on copies, one at a time, with random numbers of their own.
+    Hooks of the model run on copies too.
 
     Args:
         model: any `nn.Module` on one device, prepared or not, best with weights from mid-training.
-        batches: about four batches as in training. With fewer, the best of many trials may owe its gap to chance.
-        spec: the given recipe, as for `resolve`; None: the prepared model's, otherwise this machine's choice.
+        batches: about four batches as in training. With fewer, the best of many trials may owe its
+            gap to chance.
+        spec: the given recipe, as for `resolve`; None: the prepared model's, otherwise this
+            machine's choice.
         loss: a function (model, batch) -> scalar tensor; default: the `loss` returned by the model.
         min_flops_share: FLOPs in FP8 kept by an answer, relative to the given recipe's.
-        max_trials: recipes to measure at most. Each takes a forward and a backward of every batch, and delayed scaling
-            two more passes.
+        max_trials: recipes to measure at most. Each takes a forward and a backward of every batch,
+            and delayed scaling two more passes.
         progress: called with the description of each trial at its start.
 
     Raises:
         RecipeError: the recipe is invalid, or has FP16 around FP8.
         BackendUnavailableError: the backend cannot run on this machine.
-        FP8BackendError: `GradientGap` refuses the model or the batches, or an argument is out of range.
+        FP8BackendError: `GradientGap` refuses the model or the batches, or an argument is out of
+        range.
     """
     if not 0 < min_flops_share <= 1:
-        raise FP8BackendError(f"min_flops_share={min_flops_share}: a share above 0 and up to 1 is wanted, such as 0.95")
+        raise FP8BackendError(
+            f"min_flops_share={min_flops_share}: a share above 0 and up to 1 is wanted, such as "
+            "0.95"
+        )
     if max_trials < 1:
         raise FP8BackendError(f"max_trials={max_trials}: at least 1, the recipe as given")
     conversion.check_is_module(model)
@@ -250,10 +311,19 @@ def advise(
     registry.check_available(recipe)
     progress("FP32")
     device = next(model.parameters(), torch.empty(0, device="cpu")).device
-    around = recipe.autocast_dtype if "autocast_dtype" in recipe.given else hardware.fast_precision(device)
+    around = (
+        recipe.autocast_dtype
+        if "autocast_dtype" in recipe.given
+        else hardware.fast_precision(device)
+    )
     if around == "fp16":
-        raise RecipeError("autocast_dtype='fp16': gradients are measured with bf16 or fp32 around FP8; say one of them")
-    return _Search(GradientGap(model, batches, around, loss), recipe, min_flops_share, max_trials, progress).advice()
+        raise RecipeError(
+            "autocast_dtype='fp16': gradients are measured with bf16 or fp32 around FP8; say one "
+            "of them"
+        )
+    return _Search(
+        GradientGap(model, batches, around, loss), recipe, min_flops_share, max_trials, progress
+    ).advice()
 
 
 # The search
@@ -261,16 +331,26 @@ def advise(
 
 class _Search:
     def __init__(
-        self, gap: GradientGap, recipe: Recipe, least: float, max_trials: int, progress: Callable[[str], None]
+        self,
+        gap: GradientGap,
+        recipe: Recipe,
+        least: float,
+        max_trials: int,
+        progress: Callable[[str], None],
     ) -> None:
         self.gap, self.least, self.remaining, self.progress = gap, least, max_trials, progress
         work, prepared = gap.prepared(recipe)
         flops = count_flops(work, prepared, None, gap.work)
         if not flops.in_fp8:
-            raise FP8BackendError(f"{recipe.name}: no product of a weight ran in FP8 in the batches: {prepared.report}")
+            raise FP8BackendError(
+                f"{recipe.name}: no product of a weight ran in FP8 in the batches: "
+                f"{prepared.report}"
+            )
         self.given_flops = flops.in_fp8
         self.layers = {
-            product.name: gap.work[product.name].flops if product.name in gap.work else product.flops
+            product.name: gap.work[product.name].flops
+            if product.name in gap.work
+            else product.flops
             for product in prepared.report.products
             if product.state == FP8 and product.name
         }
@@ -278,7 +358,10 @@ class _Search:
         self.trials: list[Trial] = [self.given]
         self.alone: list[Alone] = []
         found = features.run(
-            "sums_lost", work, prepared, lambda: list(gap._gradients(work, gap.around, gap.batches[:1]))
+            "sums_lost",
+            work,
+            prepared,
+            lambda: list(gap._gradients(work, gap.around, gap.batches[:1])),
         )
         self.sums = found[0] if found else {}
         self.slow = self._without_fast_accumulation() if self.sums and self.remaining else None
@@ -289,7 +372,16 @@ class _Search:
         gap, chosen = self.gap, self.slow if self.slow and self._helps(self.slow) else None
         if chosen is None and gap.floor.gap <= TARGET * self.given.gap:
             chosen = self._changed_layers() or next(filter(self._helps, self._scalings()), None)
-        facts = (self.given, chosen, self.trials, self.alone, gap.around, gap.floor, gap.not_counted, self.least)
+        facts = (
+            self.given,
+            chosen,
+            self.trials,
+            self.alone,
+            gap.around,
+            gap.floor,
+            gap.not_counted,
+            self.least,
+        )
         return Advice(*facts, gap.passes, self.sums, self.slow)
 
     def _without_fast_accumulation(self) -> Trial | None:
@@ -301,10 +393,15 @@ class _Search:
         return None if trial.why_not else trial
 
     def _helps(self, trial: Trial) -> bool:
-        return trial.gap <= TARGET * self.given.gap and trial.kept >= self.least and trial.gap < math.inf
+        return (
+            trial.gap <= TARGET * self.given.gap
+            and trial.kept >= self.least
+            and trial.gap < math.inf
+        )
 
     def _try(self, change: str, recipe: Recipe) -> Trial:
-        """Measure a candidate. One that cannot run, or keeps too little in FP8, is only recorded."""
+        """Measure a candidate. One that cannot run, or keeps too little in FP8, is only
+        recorded."""
         try:
             trial = self._measured(change, recipe, *self.gap.prepared(recipe))
         except _FAILURES as error:
@@ -316,7 +413,13 @@ class _Search:
         flops = count_flops(work, prepared, None, self.gap.work)
         kept = flops.in_fp8 / self.given_flops
         if kept < self.least:
-            return Trial(change, recipe, flops.in_fp8 / flops.needed, kept, why_not="it keeps too little in FP8")
+            return Trial(
+                change,
+                recipe,
+                flops.in_fp8 / flops.needed,
+                kept,
+                why_not="it keeps too little in FP8",
+            )
         self.remaining -= 1
         self.progress(change)
         return Trial(change, recipe, flops.in_fp8 / flops.needed, kept, self.gap.of(work, prepared))
@@ -326,7 +429,8 @@ class _Search:
             yield self._try(f"scaling {recipe.scaling}", recipe)
 
     def _other_scalings(self) -> Iterator[Recipe]:
-        """Yield the recipe in each other scaling rule of the backend that runs here, not emulated."""
+        """Yield the recipe in each other scaling rule of the backend that runs here, not
+        emulated."""
         given = self.start.recipe
         findings_before = {finding.rule for finding in validate(given)}
         for scaling in registry.get_compute(given.compute).scalings:
@@ -338,14 +442,17 @@ class _Search:
             except (RecipeError, BackendUnavailableError):
                 continue
             new = [finding for finding in validate(recipe) if finding.rule not in findings_before]
-            if not any(finding.severity == "error" or finding.rule == "emulated_here" for finding in new):
+            if not any(
+                finding.severity == "error" or finding.rule == "emulated_here" for finding in new
+            ):
                 yield recipe
 
     def _worst_layers(self) -> list[str]:
-        """Find the fewest layers that halve the gap in high precision, the worst first; none if so few cannot.
+        """Find the fewest layers that halve the gap in high precision, the worst first; none if so
+        few cannot.
 
-        Squares of gaps add up, as for independent errors, so gaps of groups predict the gap without some layers. Split
-        the worst group, until single layers explain enough.
+        Squares of gaps add up, as for independent errors, so gaps of groups predict the gap without
+        some layers. Split the worst group, until single layers explain enough.
         """
         budget = (1 - self.least) * sum(self.layers.values())
         if min(self.layers.values(), default=math.inf) > budget:
@@ -360,15 +467,16 @@ class _Search:
         return []
 
     def _changed_layers(self) -> Trial | None:
-        """Try the worst layers in each other scaling rule, then in high precision. From there each layer goes back to
-        the best of these rules if the others are enough."""
+        """Try the worst layers in each other scaling rule, then in high precision. From there each
+        layer goes back to the best of these rules if the others are enough."""
         names, best = self._worst_layers(), self.start
         for recipe in self._other_scalings() if names else ():
             if recipe.scaling in ONE_SCALE:
                 continue
             with contextlib.suppress(RecipeError):  # not every rule goes with every other
                 trial = self._try_layers(dict.fromkeys(names, f"{recipe.compute}:{recipe.scaling}"))
-                if self._helps(trial) and trial.kept == 1:  # otherwise the rule does not fit a layer
+                # otherwise the rule does not fit a layer
+                if self._helps(trial) and trial.kept == 1:
                     return trial
                 best = min(best, trial, key=lambda trial: (trial.kept < 1, trial.gap))
         if not names or not self.remaining:
@@ -388,12 +496,15 @@ class _Search:
     def _try_layers(self, layers: Mapping[str, str]) -> Trial:
         recipe, names_by_word = with_layers(self.start.recipe, layers), {}
         for name, word in layers.items():
-            names_by_word.setdefault(self.gap.around if word == BF16 else word.rpartition(":")[2], []).append(name)
+            names_by_word.setdefault(
+                self.gap.around if word == BF16 else word.rpartition(":")[2], []
+            ).append(name)
         change = ", ".join(f"{together(names)} in {word}" for word, names in names_by_word.items())
         return self._try(change, recipe)
 
     def _most_erring(self, groups: list[Alone], budget: float) -> list[Alone]:
-        """Return the fewest groups without which the predicted gap is small enough; none if they exceed the budget."""
+        """Return the fewest groups without which the predicted gap is small enough; none if they
+        exceed the budget."""
         target = (TARGET * self.given.gap) ** 2
         remaining_error = self.gap.floor.gap**2 + sum(map(self._error, groups))
         worst = []
@@ -411,7 +522,8 @@ class _Search:
         return max(0.0, min(group.gap, 1.0) ** 2 - self.gap.floor.gap**2)
 
     def _alone(self, names: tuple[str, ...]) -> Alone:
-        """Measure these layers alone in FP8. The gap is 0 if the trial fails, or without a remaining trial."""
+        """Measure these layers alone in FP8. The gap is 0 if the trial fails, or without a
+        remaining trial."""
         group = Alone(names, 0.0)
         if self.remaining:
             with contextlib.suppress(*_FAILURES):
@@ -431,15 +543,21 @@ def with_layers(recipe: Recipe, layers: Mapping[str, str]) -> Recipe:
     """Return the recipe with these layers in other backends, or in high precision (`BF16`)."""
     others = {name: word for name, word in (recipe.layers or {}).items() if name not in layers}
     fields = {**_fields(recipe), "backend": recipe.name, "layers": {**layers, **others}}
-    if not isinstance(slow := recipe.fast_accumulation, bool):  # a pattern must match a layer in FP8
-        fields["fast_accumulation"] = [pattern for pattern in slow if layers.get(pattern) != BF16] or True
+    # a pattern must match a layer in FP8
+    if not isinstance(slow := recipe.fast_accumulation, bool):
+        fields["fast_accumulation"] = [
+            pattern for pattern in slow if layers.get(pattern) != BF16
+        ] or True
     return resolve(fields)
 
 
 def with_scaling(recipe: Recipe, scaling: str) -> Recipe:
-    """Return the recipe with another scaling rule, without fields unknown to this rule. Raises `RecipeError`."""
+    """Return the recipe with another scaling rule, without fields unknown to this rule. Raises
+    `RecipeError`."""
     names_level = recipe.level != "O0" or "level" in recipe.given
-    fields = {"backend": canonical_name(recipe.compute, scaling, recipe.level if names_level else None)}
+    fields = {
+        "backend": canonical_name(recipe.compute, scaling, recipe.level if names_level else None)
+    }
     changed = resolve(fields)
     for name, value in _fields(recipe).items():
         with contextlib.suppress(RecipeError):

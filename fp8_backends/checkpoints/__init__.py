@@ -1,4 +1,5 @@
-"""Write and read checkpoints: weights for libraries and rollouts, FP8 and 4-bit checkpoints, whole and plain values."""
+"""Write and read checkpoints: weights for libraries and rollouts, FP8 and 4-bit checkpoints, whole
+and plain values."""
 
 from ..convert.quantized_layers import dequantize, freeze_codes, load_codes
 from ..convert.stored_weights import plain_weights

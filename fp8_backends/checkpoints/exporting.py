@@ -1,7 +1,8 @@
-"""Write a trained model as an FP8 checkpoint for stock transformers: `fp8_backends.checkpoints.export`.
+"""Write a trained model as an FP8 checkpoint for stock transformers:
+`fp8_backends.checkpoints.export`.
 
-Codes are E4M3 and scales FP32 (E8M0 of MXFP8): value = code * scale. Coarser codes fit into a finer grid with repeated
-scales. NVFP4 and MXFP4 have the layouts of `tensors.block_codes`.
+Codes are E4M3 and scales FP32 (E8M0 of MXFP8): value = code * scale. Coarser codes fit into a finer
+grid with repeated scales. NVFP4 and MXFP4 have the layouts of `tensors.block_codes`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ IN_WORDS = {
     GROUP: "one scale for 32 values",
     OTHER: "scales of another kind, or are not E4M3",
 }
-FITS_INTO = {TENSOR: (TENSOR, CHANNEL, BLOCK), CHANNEL: (CHANNEL,), BLOCK: (BLOCK,), GROUP: (GROUP,)}
+FITS_INTO = {
+    TENSOR: (TENSOR, CHANNEL, BLOCK),
+    CHANNEL: (CHANNEL,),
+    BLOCK: (BLOCK,),
+    GROUP: (GROUP,),
+}
 """Grids of a file for the unchanged codes of a grid."""
 SIDE = SQUARES.rows
 
@@ -58,8 +64,8 @@ class Export:
     folder: str
     format: str
     grid: str
-    """Values under one scale in the file: `tensor`, `channel` (a row), `block` (128 x 128), `group` (MXFP8),
-    `tensor_group` (NVFP4) or `4-bit group` (MXFP4)."""
+    """Values under one scale in the file: `tensor`, `channel` (a row), `block` (128 x 128), `group`
+    (MXFP8), `tensor_group` (NVFP4) or `4-bit group` (MXFP4)."""
     exact: list[str] = field(default_factory=list)
     """Layers with the current codes of their products."""
     rounded: dict[str, str] = field(default_factory=dict)
@@ -69,8 +75,15 @@ class Export:
 
     def __str__(self) -> str:
         fmt = FOUR_BITS[self.grid].name if self.grid in FOUR_BITS else "FP8"
-        parts = [f"{counted(len(self.exact), 'weight')} as the {fmt} codes that training used"] if self.exact else []
-        parts += [f"{len(names)} rounded to {fmt} ({why})" for why, names in by_reason(self.rounded.items())]
+        parts = (
+            [f"{counted(len(self.exact), 'weight')} as the {fmt} codes that training used"]
+            if self.exact
+            else []
+        )
+        parts += [
+            f"{len(names)} rounded to {fmt} ({why})"
+            for why, names in by_reason(self.rounded.items())
+        ]
         high = by_reason(self.high_precision.items())
         parts += [f"{listed(names)} in high precision ({why})" for why, names in high]
         return f"{self.folder}, {self.format}: {'; '.join(parts)}"
@@ -85,17 +98,20 @@ def export(
 ) -> Export:
     """Write a prepared transformers model as an FP8 checkpoint for stock `from_pretrained`.
 
-    FP8 layers are written as E4M3 codes and scales, everything else unchanged. If the format has scales for the codes
-    of training, these are written bit-exactly; else the weights are rounded to codes. The model stays unchanged.
+    FP8 layers are written as E4M3 codes and scales, everything else unchanged. If the format has
+    scales for the codes of training, these are written bit-exactly; else the weights are rounded to
+    codes. The model stays unchanged.
 
     On several ranks all of them call it, and the first writes.
 
     Args:
         model: a prepared transformers model, possibly inside DDP, FSDP2 or `torch.compile`.
-        folder: for `config.json` and `model.safetensors`, as with `save_pretrained`. Save a tokenizer separately.
-        format: `finegrained_fp8`, transformers' own, with a scale for 128 x 128 values; `compressed-tensors`, with
-            the scales of the recipe; or its `nvfp4-pack-quantized` or `mxfp4-pack-quantized`, with the unchanged codes
-            of a frozen 4-bit base, all other weights rounded.
+        folder: for `config.json` and `model.safetensors`, as with `save_pretrained`. Save a
+            tokenizer separately.
+        format: `finegrained_fp8`, transformers' own, with a scale for 128 x 128 values;
+            `compressed-tensors`, with the scales of the recipe; or its `nvfp4-pack-quantized` or
+            `mxfp4-pack-quantized`, with the unchanged codes of a frozen 4-bit base, all other
+            weights rounded.
         max_shard_size: of one file, as in `save_pretrained`.
 
     Raises:
@@ -107,7 +123,9 @@ def export(
     model = unwrapped(model)
     if not callable(getattr(model, "save_pretrained", None)) or not hasattr(model, "config"):
         name = type(model).__name__
-        raise FP8BackendError(f"{name} is no transformers model: save it with safetensors.torch.save_model")
+        raise FP8BackendError(
+            f"{name} is no transformers model: save it with safetensors.torch.save_model"
+        )
     codes = LayerCodes(model, FORMATS[format])
     result = Export(os.fspath(folder), format, codes.grid, high_precision=codes.high_precision)
     writes = is_main_process()
@@ -122,7 +140,9 @@ def export(
         if not result.exact and not result.rounded:
             groups = by_reason(result.high_precision.items())
             texts = "; ".join(f"{listed(names)}: {why}" for why, names in groups)
-            raise FP8BackendError(f"format={format!r} can hold no weight of this model in FP8: {texts}")
+            raise FP8BackendError(
+                f"format={format!r} can hold no weight of this model in FP8: {texts}"
+            )
 
     def write() -> None:
         quantized_layers.save_plain(model)
@@ -137,21 +157,27 @@ def export(
 
 
 def _split(model: nn.Module, fmt: CheckpointFormat) -> tuple[dict[str, Found], dict[str, str]]:
-    """Return the layers to write as codes, by name, and the reasons to write the other weights unchanged."""
+    """Return the layers to write as codes, by name, and the reasons to write the other weights
+    unchanged."""
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise FP8BackendError("DeepSpeed ZeRO-3 shards the weights: save with it, load the result, and export that")
+        raise FP8BackendError(
+            "DeepSpeed ZeRO-3 shards the weights: save with it, load the result, and export that"
+        )
     weights = find_weight_products(model)
     if any(weight.product.kind == "adapter" for weight in weights) or hasattr(model, "peft_config"):
         raise FP8BackendError(
-            "the model has adapters: fp8_backends.restore(model), merge_and_unload(), prepare(model, None, spec) first"
+            "the model has adapters: fp8_backends.restore(model), merge_and_unload(), "
+            "prepare(model, None, spec) first"
         )
     if foreign := [name for name, _, _ in quantized_layers.quantized_layers(model)]:
         raise FP8BackendError(
-            f"{listed(foreign)}: FP8 layers of a file: call fp8_backends.checkpoints.dequantize(model) before prepare"
+            f"{listed(foreign)}: FP8 layers of a file: call "
+            "fp8_backends.checkpoints.dequantize(model) before prepare"
         )
     if not any(weight.conversion for weight in weights):
         raise FP8BackendError(
-            'no layer of this model is prepared: fp8_backends.prepare(model, None, "native:blockwise") comes first'
+            "no layer of this model is prepared: fp8_backends.prepare(model, None, "
+            '"native:blockwise") comes first'
         )
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -169,8 +195,14 @@ def _split(model: nn.Module, fmt: CheckpointFormat) -> tuple[dict[str, Found], d
         elif weight.part:
             reasons[name] = "the weights of experts lie in one Parameter"
         elif weight.linear is not weight.module:
-            reasons[name] = f"transformers reads FP8 codes of Linear layers alone, not of {weight.product.kind}"
-        elif others := [other for other in owners[id(weight.module.weight)] if other != f"{name}.weight".lstrip(".")]:
+            reasons[name] = (
+                f"transformers reads FP8 codes of Linear layers alone, not of {weight.product.kind}"
+            )
+        elif others := [
+            other
+            for other in owners[id(weight.module.weight)]
+            if other != f"{name}.weight".lstrip(".")
+        ]:
             reasons[name] = f"its weight is that of {', '.join(others)} too"
         else:
             layers[name] = weight
@@ -192,17 +224,24 @@ class LayerCodes:
     def __init__(self, model: nn.Module, format: CheckpointFormat) -> None:
         self.model, self.format = model, format
         self.layers, self.high_precision = _split(model, format)
-        self._units = {id(m): unit for unit in fsdp2.fsdp_modules(model).values() for m in unit.modules()}
+        self._units = {
+            id(m): unit for unit in fsdp2.fsdp_modules(model).values() for m in unit.modules()
+        }
         self._gathered: nn.Module | None = None
         products = {name: layer.product for name, layer in self.layers.items()}
-        self.shapes = {name: (product.out_features, product.in_features) for name, product in products.items()}
+        self.shapes = {
+            name: (product.out_features, product.in_features) for name, product in products.items()
+        }
         # codes are made twice: those of all layers at once would take a byte an element
         with contextlib.closing(self):
             self.grids = {name: grid_of(self.of(name)) for name in self.layers}
-        self.grid = _grid_for(format, [(self.shapes[name], grid) for name, grid in self.grids.items()])
+        self.grid = _grid_for(
+            format, [(self.shapes[name], grid) for name, grid in self.grids.items()]
+        )
 
     def of(self, name: str) -> Quantized | BlockCodes | None:
-        """Return the codes of a layer, in four bits those of a frozen base; None if its backend does not tell them."""
+        """Return the codes of a layer, in four bits those of a frozen base; None if its backend
+        does not tell them."""
         layer = self.layers[name]
         if self.format.is_4_bit:
             return _base_of(layer)
@@ -213,9 +252,13 @@ class LayerCodes:
                 unit.unshard()
             self._gathered = unit
         conversion = layer.conversion  # none after a restore
-        codes = conversion and registry.get_compute(conversion.recipe.compute).weight_codes(layer.module)
+        codes = conversion and registry.get_compute(conversion.recipe.compute).weight_codes(
+            layer.module
+        )
         # FSDP2 frees what it has gathered
-        return codes if codes is None or unit is None else Quantized(*(part.clone() for part in codes))
+        return (
+            codes if codes is None or unit is None else Quantized(*(part.clone() for part in codes))
+        )
 
     def close(self) -> None:
         if self._gathered is not None:
@@ -223,10 +266,13 @@ class LayerCodes:
         self._gathered = None
 
     def tensors(
-        self, stored: Callable[[str, torch.Tensor], Quantized | BlockCodes | None], takes: bool = True
+        self,
+        stored: Callable[[str, torch.Tensor], Quantized | BlockCodes | None],
+        takes: bool = True,
     ) -> Iterator[tuple[list[str], torch.Tensor]]:
-        """Yield each tensor with its names, several for a tied one. `stored`: (layer, weight) -> codes and scales, or
-        None for the weight itself. `takes`: False leaves out tensors that need no other rank."""
+        """Yield each tensor with its names, several for a tied one. `stored`: (layer, weight) ->
+        codes and scales, or None for the weight itself. `takes`: False leaves out tensors that need
+        no other rank."""
         by_value: dict[int, tuple[torch.Tensor, list[str]]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             by_value.setdefault(id(value), (value, []))[1].append(plain_name(name))
@@ -239,7 +285,11 @@ class LayerCodes:
                     yield from (([f"{layer}.{part}".lstrip(".")], tensor) for part, tensor in parts)
                 elif codes is not None:
                     rows, columns = codes.codes.shape
-                    shapes = {TENSOR: self.format.scale_of_tensor, CHANNEL: (rows, 1), BLOCK: _blocks_of(rows, columns)}
+                    shapes = {
+                        TENSOR: self.format.scale_of_tensor,
+                        CHANNEL: (rows, 1),
+                        BLOCK: _blocks_of(rows, columns),
+                    }
                     scales = codes.scale_inv.expand(shapes.get(self.grid, codes.scale_inv.shape))
                     yield names, codes.codes
                     yield (
@@ -250,7 +300,8 @@ class LayerCodes:
                     yield names, _whole(value)
 
     def inexact(self, name: str, grid: str | None) -> str:
-        """Return the reason why the format does not hold the codes of a layer, which have this grid."""
+        """Return the reason why the format does not hold the codes of a layer, which have this
+        grid."""
         if grid is None:
             is_cut = is_distributed(self.layers[name].module.weight)
             return "it is sharded" if is_cut else "its backend does not tell its codes"
@@ -258,13 +309,20 @@ class LayerCodes:
 
     def config(self, high_precision: Iterable[str], in_fp8: list[str]) -> dict[str, Any]:
         # the name of a Parameter excludes its module
-        parts = {weight.product.name: f".{weight.part}" for weight in find_weight_products(self.model) if weight.part}
+        parts = {
+            weight.product.name: f".{weight.part}"
+            for weight in find_weight_products(self.model)
+            if weight.part
+        }
         plain = sorted({name.removesuffix(parts.get(name, "")) for name in high_precision})
         return self.format.config(self.grid, plain, in_fp8)
 
 
-def _stored(name: str, weight: torch.Tensor, codes: LayerCodes, result: Export) -> Quantized | BlockCodes | None:
-    """Return the codes of a layer for the file, and record it in the result; None to write the weight itself."""
+def _stored(
+    name: str, weight: torch.Tensor, codes: LayerCodes, result: Export
+) -> Quantized | BlockCodes | None:
+    """Return the codes of a layer for the file, and record it in the result; None to write the
+    weight itself."""
     if result.grid in FOUR_BITS:
         return _stored_in_four_bits(name, weight, codes.of(name), result)
     grid, stored = codes.grids[name], codes.of(name)
@@ -285,7 +343,9 @@ def _stored(name: str, weight: torch.Tensor, codes: LayerCodes, result: Export) 
 
 def checked(name: str, codes: Quantized) -> Quantized:
     """Return finite codes. Raise `FP8BackendError` for others."""
-    scales = e8m0_values(codes.scale_inv) if codes.scale_inv.dtype == torch.uint8 else codes.scale_inv
+    scales = (
+        e8m0_values(codes.scale_inv) if codes.scale_inv.dtype == torch.uint8 else codes.scale_inv
+    )
     if not bool(torch.isfinite(scales).all()) or bool(torch.isnan(codes.codes.float()).any()):
         raise FP8BackendError(f"{name}: its weight is not finite")
     return codes
@@ -296,14 +356,24 @@ def _stored_in_four_bits(
 ) -> BlockCodes | None:
     layout, stored = FOUR_BITS[result.grid], codes
     if weight.shape[1] % layout.blocks.columns:
-        result.high_precision[name] = f"its inputs do not divide into blocks of {layout.blocks.columns}"
+        result.high_precision[name] = (
+            f"its inputs do not divide into blocks of {layout.blocks.columns}"
+        )
         return None
     if codes is not None and (codes.code_layout, layout) == (MODELOPT_NVFP4, PACKED_NVFP4):
-        stored = BlockCodes((*codes.parts[:2], codes.tensor_scale.reciprocal().reshape(1)), codes.dtype, layout)
-    if stored is not None and stored.code_layout is layout and torch.equal(stored.exact(), codes.exact()):
+        stored = BlockCodes(
+            (*codes.parts[:2], codes.tensor_scale.reciprocal().reshape(1)), codes.dtype, layout
+        )
+    if (
+        stored is not None
+        and stored.code_layout is layout
+        and torch.equal(stored.exact(), codes.exact())
+    ):
         result.exact.append(name)
     else:
-        result.rounded[name] = "it is plain" if codes is None else f"it was {codes.code_layout.name}"
+        result.rounded[name] = (
+            "it is plain" if codes is None else f"it was {codes.code_layout.name}"
+        )
         stored = BlockCodes.encoded(_whole(weight), layout)
     if not bool(torch.isfinite(stored.exact()).all()):
         raise FP8BackendError(f"{name}: its weight is not finite; nothing was written")
@@ -320,10 +390,15 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _quantization_config(model: nn.Module, codes: LayerCodes, result: Export) -> Iterator[None]:
-    """Describe the codes in the model's configuration, and hide the ranks: transformers would wait for all of them."""
+    """Describe the codes in the model's configuration, and hide the ranks: transformers would wait
+    for all of them."""
     attributes = model.config.__dict__
-    before = {name: attributes.pop(name, None) for name in ("quantization_config", "distributed_config")}
-    model.config.quantization_config = codes.config(result.high_precision, [*result.exact, *result.rounded])
+    before = {
+        name: attributes.pop(name, None) for name in ("quantization_config", "distributed_config")
+    }
+    model.config.quantization_config = codes.config(
+        result.high_precision, [*result.exact, *result.rounded]
+    )
     try:
         yield
     finally:
@@ -341,18 +416,21 @@ def grid_of(codes: Quantized | None) -> str | None:
     rows, columns = codes.codes.shape
     if codes.scale_inv.dtype == torch.uint8:
         return GROUP if codes.scale_inv.shape == (rows, -(-columns // MX.columns)) else OTHER
-    shapes = {(): TENSOR, (rows, 1): CHANNEL, _blocks_of(rows, columns): BLOCK}  # one block is a block
+    # one block is a block
+    shapes = {(): TENSOR, (rows, 1): CHANNEL, _blocks_of(rows, columns): BLOCK}
     return shapes.get(tuple(codes.scale_inv.shape), OTHER)
 
 
 def _grid_for(fmt: CheckpointFormat, weights: Sequence[tuple[tuple[int, int], str | None]]) -> str:
-    """Return the coarsest grid for the unchanged codes of most weights, else the finest for most weights rounded."""
+    """Return the coarsest grid for the unchanged codes of most weights, else the finest for most
+    weights rounded."""
 
     def worth(grid: str) -> tuple[int, ...]:
         fit = [codes for shape, codes in weights if fmt.unfit(shape, grid, codes == TENSOR) is None]
         exact = sum(grid in FITS_INTO.get(codes, ()) for codes in fit)
         fineness = fmt.grids.index(grid)
-        return (exact, -fineness) if exact else (0, len(fit) * (grid != GROUP), fineness)  # none is rounded to groups
+        # none is rounded to groups
+        return (exact, -fineness) if exact else (0, len(fit) * (grid != GROUP), fineness)
 
     return max(fmt.grids, key=worth)
 
@@ -372,11 +450,14 @@ def _blocks_of(*sizes: int) -> tuple[int, ...]:
 
 
 def _unfit_for_finegrained(sizes: tuple[int, int], grid: str, scales_are_equal: bool) -> str | None:
-    """Refuse uneven blocks: transformers without a GPU divides each size by the number of scales along it."""
+    """Refuse uneven blocks: transformers without a GPU divides each size by the number of scales
+    along it."""
     blocks = _blocks_of(*sizes)
     if any(size % number for size, number in zip(sizes, blocks, strict=True)):
         return f"sizes {sizes[0]} x {sizes[1]} do not divide into equal blocks, which transformers asks for"
-    cut_alike = all(number == 1 or size == number * SIDE for size, number in zip(sizes, blocks, strict=True))
+    cut_alike = all(
+        number == 1 or size == number * SIDE for size, number in zip(sizes, blocks, strict=True)
+    )
     if cut_alike or scales_are_equal:
         return None
     return f"sizes {sizes[0]} x {sizes[1]} are no multiples of {SIDE}, and transformers would cut other blocks"
@@ -395,7 +476,9 @@ def _finegrained_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [SIDE, SIDE],
-        "modules_to_not_convert": [f"^{re.escape(name)}$" if is_end[name] else name for name in plain],
+        "modules_to_not_convert": [
+            f"^{re.escape(name)}$" if is_end[name] else name for name in plain
+        ],
     }
 
 
@@ -413,9 +496,19 @@ def _compressed_config(grid: str, plain: list[str], in_fp8: list[str]) -> dict[s
         inputs |= {"strategy": "group", "group_size": SIDE}
     elif grid == GROUP:
         fmt = "mxfp8-quantized"
-        mx = {"strategy": "group", "group_size": MX.columns, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        mx = {
+            "strategy": "group",
+            "group_size": MX.columns,
+            "scale_dtype": "torch.uint8",
+            "zp_dtype": "torch.uint8",
+        }
         weights, inputs = weights | mx, inputs | mx
-    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": fmt,
@@ -432,7 +525,8 @@ class CheckpointFormat(NamedTuple):
     scale_of_tensor: tuple[int, ...]
     """Shape of the scale of a whole weight."""
     unfit: Callable[[tuple[int, int], str, bool], str | None]
-    """(shape, grid, all scales are equal) -> reason why readers would find other values; or None."""
+    """(shape, grid, all scales are equal) -> reason why readers would find other values; or
+    None."""
     config: Callable[[str, list[str], list[str]], dict[str, Any]]
     """(grid, modules in high precision, FP8 layers) -> `quantization_config` of `config.json`."""
 
@@ -442,7 +536,9 @@ class CheckpointFormat(NamedTuple):
 
 
 FORMATS = {
-    "finegrained_fp8": CheckpointFormat("weight_scale_inv", (BLOCK,), (), _unfit_for_finegrained, _finegrained_config),
+    "finegrained_fp8": CheckpointFormat(
+        "weight_scale_inv", (BLOCK,), (), _unfit_for_finegrained, _finegrained_config
+    ),
     "compressed-tensors": CheckpointFormat(
         "weight_scale",
         (TENSOR, CHANNEL, BLOCK, GROUP),
@@ -451,7 +547,9 @@ FORMATS = {
         _compressed_config,
     ),
     **{
-        f"{layout.name.lower()}-pack-quantized": CheckpointFormat("", (grid,), (), lambda *_: None, _compressed_config)
+        f"{layout.name.lower()}-pack-quantized": CheckpointFormat(
+            "", (grid,), (), lambda *_: None, _compressed_config
+        )
         for grid, layout in FOUR_BITS.items()
     },
 }

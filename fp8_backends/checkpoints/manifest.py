@@ -1,4 +1,5 @@
-"""Write and check the manifest of a checkpoint: size and SHA-256 of every file, written last (docs/saving.rst)."""
+"""Write and check the manifest of a checkpoint: size and SHA-256 of every file, written last
+(docs/saving.rst)."""
 
 import datetime
 import errno
@@ -22,7 +23,8 @@ NAME = "fp8_manifest.json"
 METADATA = "fp8_backend.json"
 """Description of the backend by `save_state`. Its key `manifest` promises a manifest."""
 SAVING = ".saving"
-"""Suffix of the folder for a checkpoint being written. A folder of this name inside a checkpoint is no part of it."""
+"""Suffix of the folder for a checkpoint being written. A folder of this name inside a checkpoint is
+no part of it."""
 REPLACED = ".replaced"
 """Name of the replaced checkpoint, moved into the folder of the new one."""
 _FORMAT = 1
@@ -71,8 +73,15 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write(folder: Path, files: dict[str, dict[str, Any]], recipe: Recipe, step: int | None, world_size: int) -> None:
-    """Write the manifest of a folder atomically, and flush it to the disk. `files`: `digest` by path of `files_of`."""
+def write(
+    folder: Path,
+    files: dict[str, dict[str, Any]],
+    recipe: Recipe,
+    step: int | None,
+    world_size: int,
+) -> None:
+    """Write the manifest of a folder atomically, and flush it to the disk. `files`: `digest` by
+    path of `files_of`."""
     libraries = {name: version(name) for name in ("fp8-backends", "torch", "accelerate")}
     record = {
         "format": _FORMAT,
@@ -105,7 +114,8 @@ def holder_of(folder: Path) -> Path:
 
 
 def place_of(folder: Path) -> Path:
-    """Return the folder with a checkpoint's files: between the two renames of a replacement the one for writing."""
+    """Return the folder with a checkpoint's files: between the two renames of a replacement the one
+    for writing."""
     is_between = (holder_of(folder) / REPLACED).exists() and not folder.exists()
     return holder_of(folder) / folder.name if is_between else folder
 
@@ -118,12 +128,15 @@ def files_named_by(folder: Path) -> set[str] | None:
 
 def preferred_to(names: Collection[str]) -> dict[str, str]:
     """Map files that Accelerate would prefer over some of these to the files that they replace."""
-    preferred = {re.sub(r"^pytorch_model(_\d+)?\.bin$", r"model\1.safetensors", name): name for name in names}
+    preferred = {
+        re.sub(r"^pytorch_model(_\d+)?\.bin$", r"model\1.safetensors", name): name for name in names
+    }
     return {other: name for other, name in preferred.items() if other not in names}
 
 
 def condition(folder: Path, part: slice = slice(None)) -> Condition:
-    """Check a checkpoint by reading its files, or a part of them; again if it is replaced meanwhile."""
+    """Check a checkpoint by reading its files, or a part of them; again if it is replaced
+    meanwhile."""
     current = _condition(place_of(folder), part)
     while current.word != "whole" and (again := _condition(place_of(folder), part)) != current:
         current = again
@@ -140,7 +153,9 @@ def _condition(folder: Path, part: slice) -> Condition:
             return Condition("damaged", f"{name} {fault}", current.manifest)
     for other, name in preferred_to(files).items():
         if (folder / other).exists():
-            detail = f"{other} is no part of it, and would be loaded in place of {name}: move it away"
+            detail = (
+                f"{other} is no part of it, and would be loaded in place of {name}: move it away"
+            )
             return Condition("damaged", detail, current.manifest)
     return current
 
@@ -171,11 +186,15 @@ def _read(folder: Path) -> Condition:
     except (ValueError, AttributeError, RecursionError):
         return Condition("damaged", f"{NAME} is no manifest")
     if isinstance(record.get("format"), int) and record["format"] > _FORMAT:
-        return Condition("foreign", f"{NAME} has format {record['format']}; this version reads format {_FORMAT}")
+        return Condition(
+            "foreign", f"{NAME} has format {record['format']}; this version reads format {_FORMAT}"
+        )
     if not intact:
         return Condition("damaged", f"{NAME} does not fit its own checksum")
     if not _is_record(record):
-        return Condition("damaged", f"{NAME} does not hold what a manifest of format {_FORMAT} does")
+        return Condition(
+            "damaged", f"{NAME} does not hold what a manifest of format {_FORMAT} does"
+        )
     return Condition("whole", manifest=record)
 
 
@@ -193,11 +212,16 @@ def _is_record(record: dict[str, Any]) -> bool:
         return (
             isinstance(record["backend"], str)
             and record["backend"].isprintable()
-            and all(type(number) in (int, type(None)) for number in (record["step"], record["world_size"]))
+            and all(
+                type(number) in (int, type(None))
+                for number in (record["step"], record["world_size"])
+            )
             and isinstance(record["versions"], dict)
             and all(name.isprintable() and not name.startswith("/") for name, _ in files)
             and all(".." not in PurePosixPath(name).parts for name, _ in files)
-            and all(type(file["bytes"]) is int and isinstance(file["sha256"], str) for _, file in files)
+            and all(
+                type(file["bytes"]) is int and isinstance(file["sha256"], str) for _, file in files
+            )
         )
     except (LookupError, TypeError, ValueError, AttributeError):
         return False
@@ -206,14 +230,20 @@ def _is_record(record: dict[str, Any]) -> bool:
 def _without_manifest(folder: Path) -> Condition:
     try:
         if (folder / METADATA).exists() and "manifest" in json.loads(_content(folder / METADATA)):
-            return Condition("incomplete", f"{NAME} is missing: a save ended early, or the file was removed")
+            return Condition(
+                "incomplete", f"{NAME} is missing: a save ended early, or the file was removed"
+            )
     except (ValueError, TypeError, OSError, RecursionError):
-        return Condition("damaged", f"{METADATA} is not what save_state wrote, and {NAME} is missing")
+        return Condition(
+            "damaged", f"{METADATA} is not what save_state wrote, and {NAME} is missing"
+        )
     if re.fullmatch(r"checkpoint-\d+", folder.name) and not any(folder.glob("random_states_*.pkl")):
         try:
             json.loads(_content(folder / _TRAINER_STATE))
         except (OSError, ValueError, RecursionError):
-            return Condition("incomplete", f"{_TRAINER_STATE}, which Trainer writes last, is missing or cut off")
+            return Condition(
+                "incomplete", f"{_TRAINER_STATE}, which Trainer writes last, is missing or cut off"
+            )
     return Condition("no manifest", "stock Accelerate or a Trainer without FP8 saved it")
 
 
@@ -227,11 +257,12 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, the newest first: by the numbers of Accelerate's names (`checkpoint_3`), else
-    by the steps of their manifests, the numbers in otherwise equal names, or the time of saving. An unknown step
-    precedes known ones."""
+    """Return the checkpoints of a folder, the newest first: by the numbers of Accelerate's names
+    (`checkpoint_3`), else by the steps of their manifests, the numbers in otherwise equal names, or
+    the time of saving. An unknown step precedes known ones."""
     try:
-        names = {path.name for path in folder.iterdir() if not path.is_symlink()}  # a link is another name
+        # a link is another name
+        names = {path.name for path in folder.iterdir() if not path.is_symlink()}
     except (FileNotFoundError, NotADirectoryError):
         return []
     names |= {name[1 : -len(SAVING)] for name in names if (folder / name / REPLACED).exists()}
@@ -242,7 +273,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
     prefixes = {match and match[1] for match in numbers.values()}
     records = {path: _read(place_of(path)).manifest for path in paths}
     steps = {path: record and record["step"] for path, record in records.items()}
-    if prefixes == {"checkpoint_"} or (None in steps.values() and len(prefixes) == 1 and None not in prefixes):
+    if prefixes == {"checkpoint_"} or (
+        None in steps.values() and len(prefixes) == 1 and None not in prefixes
+    ):
         return sorted(paths, key=lambda path: int(numbers[path][2]), reverse=True)
 
     def order(path: Path) -> tuple[float, float]:
@@ -257,16 +290,17 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def newest_checkpoint(folder: str | os.PathLike) -> str | None:
     """Find the newest whole checkpoint in a folder, or the folder itself if it is the only one.
 
-    Every file is read, to exclude half-written and damaged checkpoints. A warning names newer, skipped ones.
-    Checkpoints without a manifest, of stock Accelerate, are returned only if none has one. Each rank reads alone,
-    without communication.
+    Every file is read, to exclude half-written and damaged checkpoints. A warning names newer,
+    skipped ones. Checkpoints without a manifest, of stock Accelerate, are returned only if none has
+    one. Each rank reads alone, without communication.
 
     Returns:
-        A path for `Accelerator.load_state` or `Trainer.train(resume_from_checkpoint=…)`; None before the first whole
-        save.
+        A path for `Accelerator.load_state` or `Trainer.train(resume_from_checkpoint=…)`; None
+        before the first whole save.
 
     Raises:
-        FP8BackendError: none is whole, and a formerly whole one is damaged: starting over silently would be wrong.
+        FP8BackendError: none is whole, and a formerly whole one is damaged: starting over silently
+        would be wrong.
     """
     folder = Path(folder).expanduser()
     paths = checkpoints_in(folder) or ([folder] if is_checkpoint(folder) else [])
@@ -282,7 +316,9 @@ def choose(candidates: Iterable[tuple[Path, Condition]]) -> Path | None:
             break
         skipped[chosen] = state
     else:
-        chosen = next((path for path, state in skipped.items() if state.word == "no manifest"), None)
+        chosen = next(
+            (path for path, state in skipped.items() if state.word == "no manifest"), None
+        )
         if chosen is not None:
             announce(f"{chosen} carries no manifest: its files are taken as they are")
     for path, state in skipped.items():
@@ -293,8 +329,8 @@ def choose(candidates: Iterable[tuple[Path, Condition]]) -> Path | None:
     damaged = [path for path, state in skipped.items() if state.word in ("damaged", "foreign")]
     if chosen is None and damaged:
         raise FP8BackendError(
-            f"no checkpoint in {damaged[0].parent} can be loaded. {damaged[0].name} is the newest that was whole: "
-            f"{said(skipped[damaged[0]])}. Move it away to begin anew"
+            f"no checkpoint in {damaged[0].parent} can be loaded. {damaged[0].name} is the newest "
+            f"that was whole: {said(skipped[damaged[0]])}. Move it away to begin anew"
         )
     return chosen
 

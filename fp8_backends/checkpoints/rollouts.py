@@ -1,4 +1,5 @@
-"""Give the weights of a training to an inference engine from memory: `fp8_backends.checkpoints.rollout_weights`."""
+"""Give the weights of a training to an inference engine from memory:
+`fp8_backends.checkpoints.rollout_weights`."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ from .exporting import FITS_INTO, FORMATS, TENSOR, LayerCodes, checked
 
 
 def rollout_weights(model: nn.Module, format: str = "finegrained_fp8") -> RolloutWeights:
-    """Return the weights of a prepared model as an inference engine loads them, with the very codes of its products.
+    """Return the weights of a prepared model as an inference engine loads them, with the very codes
+    of its products.
 
-    Each iteration, such as one after every optimizer step, yields the present (name, tensor) pairs for the
-    `load_weights` of vLLM and SGLang, and writes no file. On several ranks all of them iterate to the end.
+    Each iteration, such as one after every optimizer step, yields the present (name, tensor) pairs
+    for the `load_weights` of vLLM and SGLang, and writes no file. On several ranks all of them
+    iterate to the end.
 
     Args:
         model: prepared, possibly inside DDP, FSDP2 or `torch.compile`.
@@ -30,8 +33,8 @@ def rollout_weights(model: nn.Module, format: str = "finegrained_fp8") -> Rollou
 
     Raises:
         RecipeError: an unknown format.
-        FP8BackendError: the format has no scales for a layer's codes, or its backend does not tell them; in an
-            iteration, a weight is not finite.
+        FP8BackendError: the format has no scales for a layer's codes, or its backend does not tell
+            them; in an iteration, a weight is not finite.
     """
     check_known("format", format, (name for name, fmt in FORMATS.items() if not fmt.is_4_bit))
     check_is_module(model)
@@ -39,8 +42,8 @@ def rollout_weights(model: nn.Module, format: str = "finegrained_fp8") -> Rollou
 
 
 class RolloutWeights:
-    """Iterate over (name, tensor): the codes of an FP8 layer and then their scales, and every other weight itself, with
-    its exact values. Tied weights come once. Copy a tensor to keep it."""
+    """Iterate over (name, tensor): the codes of an FP8 layer and then their scales, and every other
+    weight itself, with its exact values. Tied weights come once. Copy a tensor to keep it."""
 
     def __init__(self, model: nn.Module, format: str) -> None:
         self._codes = codes = LayerCodes(model, FORMATS[format])
@@ -48,8 +51,9 @@ class RolloutWeights:
         for name, grid in codes.grids.items():
             if codes.grid not in FITS_INTO.get(grid, ()):
                 raise FP8BackendError(
-                    f"{name}: format={format!r} cannot hold the codes of its products: {codes.inexact(name, grid)}. "
-                    "Use another format, or native:blockwise and FSDP2; fp8_backends.checkpoints.export rounds"
+                    f"{name}: format={format!r} cannot hold the codes of its products: "
+                    f"{codes.inexact(name, grid)}. Use another format, or native:blockwise and "
+                    "FSDP2; fp8_backends.checkpoints.export rounds"
                 )
             if reason := codes.format.unfit(codes.shapes[name], codes.grid, grid == TENSOR):
                 high_precision[name] = reason
@@ -60,7 +64,10 @@ class RolloutWeights:
         self.quantization_config: dict[str, Any] = codes.config(high_precision, in_fp8)
         """For the engine's `config.json`: the same for all iterations."""
         parts = [f"{counted(len(in_fp8), 'weight')} as the FP8 codes that training uses"]
-        parts += [f"{listed(names)} in high precision ({why})" for why, names in by_reason(high_precision.items())]
+        parts += [
+            f"{listed(names)} in high precision ({why})"
+            for why, names in by_reason(high_precision.items())
+        ]
         announce(f"rollout weights, {format}: {'; '.join(parts)}")
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,5 +78,7 @@ class RolloutWeights:
         if name in self.high_precision:
             return None
         if (codes := self._codes.of(name)) is None:
-            raise FP8BackendError(f"{name}: it was restored since: prepare the model and call rollout_weights again")
+            raise FP8BackendError(
+                f"{name}: it was restored since: prepare the model and call rollout_weights again"
+            )
         return checked(name, codes)

@@ -1,5 +1,6 @@
-"""Save and load the scaling states of prepared models: in the optimizer's state dict, under a key ignored by stock
-PyTorch, or in files of `Accelerator.save_state` (`accelerate_plugin.checkpoints`)."""
+"""Save and load the scaling states of prepared models: in the optimizer's state dict, under a key
+ignored by stock PyTorch, or in files of `Accelerator.save_state`
+(`accelerate_plugin.checkpoints`)."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ DAMAGED = "the checkpoint is damaged; load an earlier one"
 
 
 class ScalingState(NamedTuple):
-    """The scaling states of prepared models. The key of a root is two numbers, `model.root`, by order: wrappers such as
-    DDP change names, but not the order."""
+    """The scaling states of prepared models. The key of a root is two numbers, `model.root`, by
+    order: wrappers such as DDP change names, but not the order."""
 
     backends: dict[str, str]
     tensors: dict[str, torch.Tensor]
@@ -38,7 +39,8 @@ class ScalingState(NamedTuple):
 
     @classmethod
     def of(cls, saved: Any, source: str) -> ScalingState | None:
-        """Return a state saved as a dict; None without one. Raise `FP8BackendError` for anything else."""
+        """Return a state saved as a dict; None without one. Raise `FP8BackendError` for anything
+        else."""
         if not saved:
             return None
         kinds = {"backends": str, "tensors": torch.Tensor, "recipes": dict, "steps": int}
@@ -47,7 +49,9 @@ class ScalingState(NamedTuple):
             if not isinstance(values, dict) or not all(
                 isinstance(key, str) and isinstance(value, kind) for key, value in values.items()
             ):
-                raise FP8BackendError(f"{source}: the {name} of its FP8 scaling state cannot be read: {DAMAGED}")
+                raise FP8BackendError(
+                    f"{source}: the {name} of its FP8 scaling state cannot be read: {DAMAGED}"
+                )
         return cls(**{name: saved[name] for name in kinds})
 
     def tensors_of(self, key: str) -> dict[str, torch.Tensor]:
@@ -55,9 +59,12 @@ class ScalingState(NamedTuple):
         return {plain_name(name): tensor for (root, _, name), tensor in named if root == key}
 
     def differences(self, key: str, recipe: Recipe) -> str:
-        """List the fields that differ between a root's saved recipe and another; empty without a saved one."""
+        """List the fields that differ between a root's saved recipe and another; empty without a
+        saved one."""
         differing = differences(self.recipes.get(key, {}), as_json(recipe))
-        return ", ".join(f"{name} was {old!r} and is {new!r} now" for name, (old, new) in differing.items())
+        return ", ".join(
+            f"{name} was {old!r} and is {new!r} now" for name, (old, new) in differing.items()
+        )
 
 
 def collect(models: Iterable[nn.Module]) -> ScalingState:
@@ -72,20 +79,29 @@ def collect(models: Iterable[nn.Module]) -> ScalingState:
 
 
 def restore(models: Iterable[nn.Module], saved: ScalingState | None, source: str) -> None:
-    """Load a saved scaling state into these models, after `check`. Warn about a missing state or another recipe."""
+    """Load a saved scaling state into these models, after `check`. Warn about a missing state or
+    another recipe."""
     check(models, saved, source)
     write(models, saved, source)
 
 
-def check(models: Iterable[nn.Module], saved: ScalingState | None, source: str, in_saved_phase: bool = False) -> None:
-    """Raise `FP8BackendError` if a checkpoint's scaling state for the backend of one of these models does not match the
-    model, or is damaged. Nothing changes. `in_saved_phase`: schedules have resumed."""
+def check(
+    models: Iterable[nn.Module],
+    saved: ScalingState | None,
+    source: str,
+    in_saved_phase: bool = False,
+) -> None:
+    """Raise `FP8BackendError` if a checkpoint's scaling state for the backend of one of these
+    models does not match the model, or is damaged. Nothing changes. `in_saved_phase`: schedules
+    have resumed."""
     for key, root, prepared in _restorable(models, saved):
         tensors = saved.tensors_of(key)
         if not tensors and prepared.recipe.schedule and not in_saved_phase:
             continue  # a phase of another rule has no states
         if not tensors:
-            raise FP8BackendError(f"{source} names {prepared.recipe.name} but has no scaling state: it is incomplete")
+            raise FP8BackendError(
+                f"{source} names {prepared.recipe.name} but has no scaling state: it is incomplete"
+            )
         try:
             prepared.compute.check_scaling_state(root, tensors)
         except FP8BackendError as error:
@@ -98,10 +114,15 @@ def write(models: Iterable[nn.Module], saved: ScalingState | None, source: str) 
     """Do as `restore`, after `check`."""
     for key, root, prepared in _roots(models):
         if prepared.recipe.schedule:
-            _resume_schedule(root, prepared, saved.steps.get(key) if saved is not None else None, source)
+            _resume_schedule(
+                root, prepared, saved.steps.get(key) if saved is not None else None, source
+            )
     if saved is None:
         if any(prepared.compute.scaling_state(root) for _, root, prepared in _roots(models)):
-            logger.warning("%s was saved without FP8 scaling state: the scales of this run start afresh", source)
+            logger.warning(
+                "%s was saved without FP8 scaling state: the scales of this run start afresh",
+                source,
+            )
         return
     check(models, saved, source, in_saved_phase=True)
     changes: dict[str, list[str]] = {}
@@ -109,13 +130,14 @@ def write(models: Iterable[nn.Module], saved: ScalingState | None, source: str) 
         name, before = prepared.recipe.name, saved.backends.get(key, "no FP8 backend")
         if before != name:
             change = (
-                f"was saved with {before} and is now prepared with {name}: its weights are loaded, its scales start "
-                "afresh"
+                f"was saved with {before} and is now prepared with {name}: its weights are loaded, "
+                "its scales start afresh"
             )
         elif differing := saved.differences(key, prepared.recipe):
             change = (
-                f"was saved with another recipe of the name {name}: {differing}. Its scales are restored as saved; "
-                f"optimizer states keep their values, rounded once if their format changed"
+                f"was saved with another recipe of the name {name}: {differing}. Its scales are "
+                "restored as saved; optimizer states keep their values, rounded once if their "
+                "format changed"
             )
         else:
             continue
@@ -133,7 +155,9 @@ def _resume_schedule(root: nn.Module, prepared: Prepared, steps: int | None, sou
     features.run("resume", root, prepared)
 
 
-def _restorable(models: Iterable[nn.Module], saved: ScalingState | None) -> Iterator[tuple[str, nn.Module, Prepared]]:
+def _restorable(
+    models: Iterable[nn.Module], saved: ScalingState | None
+) -> Iterator[tuple[str, nn.Module, Prepared]]:
     for key, root, prepared in _roots(models) if saved is not None else ():
         if saved.backends.get(key) == prepared.recipe.name and prepared.compute.scaling_state(root):
             yield key, root, prepared
@@ -149,17 +173,21 @@ def _roots(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, Prepar
 
 
 def add_to_state_dict(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
-    """Add the scaling states of these models, as they are when it is made or loaded, to an optimizer's state dict."""
+    """Add the scaling states of these models, as they are when it is made or loaded, to an
+    optimizer's state dict."""
 
     def save(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state = collect(models)
-        if (state.tensors or state.steps or isinstance(optimizer, ScaledStates)) and not hasattr(optimizer, IN_FILES):
+        if (state.tensors or state.steps or isinstance(optimizer, ScaledStates)) and not hasattr(
+            optimizer, IN_FILES
+        ):
             state_dict[OPTIMIZER_KEY] = state._asdict()
 
     def load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         groups = (optimizer.param_groups, state_dict["param_groups"])
         sizes, saved_sizes = ([len(group["params"]) for group in side] for side in groups)
-        if sizes == saved_sizes and not hasattr(optimizer, IN_FILES):  # PyTorch refuses other sizes next
+        # PyTorch refuses other sizes next
+        if sizes == saved_sizes and not hasattr(optimizer, IN_FILES):
             source = "the optimizer's checkpoint"
             restore(models, ScalingState.of(state_dict.get(OPTIMIZER_KEY), source), source)
 
@@ -170,7 +198,8 @@ def add_to_state_dict(optimizer: torch.optim.Optimizer, models: Iterable[nn.Modu
 
 @contextlib.contextmanager
 def in_files(owners: Iterable[Any]) -> Iterator[None]:
-    """Leave scaling states out of the state dicts of optimizers and engines inside: each rank writes its own file."""
+    """Leave scaling states out of the state dicts of optimizers and engines inside: each rank
+    writes its own file."""
     for owner in owners:
         setattr(owner, IN_FILES, True)
     try:

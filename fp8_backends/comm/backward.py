@@ -1,12 +1,15 @@
-"""Detect begin and end of backward passes with a reduction, and agree on scaling states at their end.
+"""Detect begin and end of backward passes with a reduction, and agree on scaling states at their
+end.
 
-DDP and FSDP2 decide about a reduction in forward: `no_sync` or `set_requires_gradient_sync` hold for its backward.
-`BackwardPass` is a forward hook of the wrapped model. It hooks the outputs, to notice the first gradient, and queues a
-callback of autograd's engine for the end of the pass: on every rank, even if no relevant weight got a gradient.
+DDP and FSDP2 decide about a reduction in forward: `no_sync` or `set_requires_gradient_sync` hold
+for its backward. `BackwardPass` is a forward hook of the wrapped model. It hooks the outputs, to
+notice the first gradient, and queues a callback of autograd's engine for the end of the pass: on
+every rank, even if no relevant weight got a gradient.
 
-Ranks with scales from their own amaxes would cast the same weight to different codes. One all-reduce makes the states
-of a stateful rule equal: the maximum of amaxes (NaN counts as inf) and counters, the minimum of scales. The whole state
-travels, as microbatches without a reduction may have rolled it differently.
+Ranks with scales from their own amaxes would cast the same weight to different codes. One
+all-reduce makes the states of a stateful rule equal: the maximum of amaxes (NaN counts as inf) and
+counters, the minimum of scales. The whole state travels, as microbatches without a reduction may
+have rolled it differently.
 """
 
 from __future__ import annotations
@@ -26,16 +29,18 @@ from ..torch_tools.backward_end import call_when_backward_ends, inside_backward
 from ..torch_tools.modules import TemporaryHook
 
 States = Callable[[], list[torch.Tensor]]
-"""Return the live scaling states, int32 [3, 2 + history length] each, in the same order on every rank."""
+"""Return the live scaling states, int32 [3, 2 + history length] each, in the same order on every
+rank."""
 
 
 class BackwardPass(TemporaryHook):
-    """Finish collectives after each backward pass that reduces gradients: a forward hook of a wrapped model. DDP has a
-    flag for it; other wrappers reduce in every pass."""
+    """Finish collectives after each backward pass that reduces gradients: a forward hook of a
+    wrapped model. DDP has a flag for it; other wrappers reduce in every pass."""
 
     def __init__(self) -> None:
         self.collectives: list[Any] = []
-        """Joint work of the ranks, with `finish(contributes)`, False on a rank without inputs, and `reset()`."""
+        """Joint work of the ranks, with `finish(contributes)`, False on a rank without inputs, and
+        `reset()`."""
         self._forget_pass()
         # not a decorator: importing the compiler takes a second
         self._after_forward = torch.compiler.disable(_after_forward)
@@ -43,7 +48,9 @@ class BackwardPass(TemporaryHook):
     @classmethod
     def find(cls, module: nn.Module) -> BackwardPass | None:
         """Return the hook of a module, if any."""
-        return next((hook for hook in module._forward_hooks.values() if isinstance(hook, cls)), None)
+        return next(
+            (hook for hook in module._forward_hooks.values() if isinstance(hook, cls)), None
+        )
 
     @staticmethod
     def of(module: nn.Module) -> BackwardPass:
@@ -68,8 +75,8 @@ class BackwardPass(TemporaryHook):
 
     @property
     def triggered(self) -> bool:
-        """True if DDP itself reduces after a forward under `no_sync`: Accelerate's `trigger_sync_in_backward` sets both
-        flags; a forward under `no_sync` clears the second."""
+        """True if DDP itself reduces after a forward under `no_sync`: Accelerate's
+        `trigger_sync_in_backward` sets both flags; a forward under `no_sync` clears the second."""
         ddp = self.stayed()
         return ddp is not None and ddp.require_backward_grad_sync and ddp.require_forward_param_sync
 
@@ -97,7 +104,8 @@ class BackwardPass(TemporaryHook):
 
 
 def _after_forward(backward: BackwardPass, module: nn.Module, output: Any) -> None:
-    """Hook the outputs of a forward. Not a method: the object keeps the wrapped function, but not vice versa."""
+    """Hook the outputs of a forward. Not a method: the object keeps the wrapped function, but not
+    vice versa."""
     if not torch.is_grad_enabled():
         return
     if backward.running and not inside_backward():
@@ -106,7 +114,9 @@ def _after_forward(backward: BackwardPass, module: nn.Module, output: Any) -> No
     backward.stayed = _nowhere if backward.expected else weakref.ref(module)
     for tensor in _tensors(output):
         if tensor.grad_fn is not None:
-            tensor.register_hook(backward.begin if backward.expected else backward.begin_if_triggered)
+            tensor.register_hook(
+                backward.begin if backward.expected else backward.begin_if_triggered
+            )
 
 
 def _nowhere() -> None:
@@ -145,11 +155,13 @@ class Agreement:
         pass
 
 
-def agree_after_backward(module: nn.Module, states: States, groups: Sequence[dist.ProcessGroup]) -> None:
+def agree_after_backward(
+    module: nn.Module, states: States, groups: Sequence[dist.ProcessGroup]
+) -> None:
     """Agree on `states` after each backward pass of `module` that reduces gradients. Idempotent.
 
-    Ranks that call it have parts of one model; `groups` are unused at that time. The groups of a mesh together reach
-    all ranks of the model; None is all processes.
+    Ranks that call it have parts of one model; `groups` are unused at that time. The groups of a
+    mesh together reach all ranks of the model; None is all processes.
     """
     collectives = BackwardPass.of(module).collectives
     agreement = next((one for one in collectives if isinstance(one, Agreement)), None)
@@ -160,7 +172,8 @@ def agree_after_backward(module: nn.Module, states: States, groups: Sequence[dis
 
 
 def mesh_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return the groups that, in turn, connect all ranks of the model's DTensors; none without DTensors."""
+    """Return the groups that, in turn, connect all ranks of the model's DTensors; none without
+    DTensors."""
     meshes = (p.device_mesh for p in model.parameters() if is_distributed(p))
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     if mesh is None:
@@ -174,11 +187,12 @@ def mesh_groups(model: nn.Module) -> list[dist.ProcessGroup]:
 def agree_on_scaling(
     states: list[torch.Tensor], group: dist.ProcessGroup | None = None, contributes: bool = True
 ) -> None:
-    """Make scaling states equal on all ranks, in place, with one all-reduce: MAX of histories and counters, MIN of
-    scales.
+    """Make scaling states equal on all ranks, in place, with one all-reduce: MAX of histories and
+    counters, MIN of scales.
 
     Args:
-        states: int32 [3, 2 + history length] each, as in `formats.scaling`; the same shapes on every rank.
+        states: int32 [3, 2 + history length] each, as in `formats.scaling`; the same shapes on
+            every rank.
         group: the ranks (default: all).
         contributes: False: this rank copies the agreement of the others.
     """
@@ -187,14 +201,21 @@ def agree_on_scaling(
     alike: dict[int, list[torch.Tensor]] = {}
     for state in states:
         alike.setdefault(state.shape[-1], []).append(state)
-    tables = [torch.cat([state.view(-1, length) for state in members]) for length, members in alike.items()]
+    tables = [
+        torch.cat([state.view(-1, length) for state in members])
+        for length, members in alike.items()
+    ]
     message = torch.cat([_message(table).flatten() for table in tables])
     if not contributes:
         message.fill_(float("-inf"))
     message = agreed_over(message, [group])
-    for members, table, part in zip(alike.values(), tables, message.split(list(map(torch.numel, tables))), strict=True):
+    for members, table, part in zip(
+        alike.values(), tables, message.split(list(map(torch.numel, tables))), strict=True
+    ):
         rows = _state(part.view(table.shape)).flatten().split([state.numel() for state in members])
-        torch._foreach_copy_(members, [row.view(state.shape) for row, state in zip(rows, members, strict=True)])
+        torch._foreach_copy_(
+            members, [row.view(state.shape) for row, state in zip(rows, members, strict=True)]
+        )
 
 
 def _message(state: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,17 @@
-"""Reduce gradients in FP8 under FSDP2, let it gather weights as codes, and agree on scaling states over meshes.
+"""Reduce gradients in FP8 under FSDP2, let it gather weights as codes, and agree on scaling states
+over meshes.
 
-`FP8ReduceScatter` reduces gradients by an all-to-all of E4M3, with a scale for every 128 elements of FSDP2's flat
-buffer, without regard to parameters. FSDP2 itself copies with one shard, and reduces between the replicas of a hybrid
-mesh (HSDP) without an extension point: both stay plain. Under tensor parallelism gradients are whole on each rank or
-sharded as the weights, so that only scaling states travel after backward.
+`FP8ReduceScatter` reduces gradients by an all-to-all of E4M3, with a scale for every 128 elements
+of FSDP2's flat buffer, without regard to parameters. FSDP2 itself copies with one shard, and
+reduces between the replicas of a hybrid mesh (HSDP) without an extension point: both stay plain.
+Under tensor parallelism gradients are whole on each rank or sharded as the weights, so that only
+scaling states travel after backward.
 
-`connect_weights` gives the tensor of a shard the two functions of FSDP2's protocol (`WeightShard`), and FSDP2 then puts
-`GatheredCodes` in place of the weight. Before each forward (`Gathers`) the ranks agree on all amaxes: weights change
-outside of optimizer steps, too, and a small amax would clip. A layer about to run in high precision gathers its weight
-as stored. FSDP2 has one form of a gathered weight, so the buffers of the other form are put aside.
+`connect_weights` gives the tensor of a shard the two functions of FSDP2's protocol (`WeightShard`),
+and FSDP2 then puts `GatheredCodes` in place of the weight. Before each forward (`Gathers`) the
+ranks agree on all amaxes: weights change outside of optimizer steps, too, and a small amax would
+clip. A layer about to run in high precision gathers its weight as stored. FSDP2 has one form of a
+gathered weight, so the buffers of the other form are put aside.
 """
 
 from __future__ import annotations
@@ -42,14 +45,16 @@ CONNECTED = "_fp8_gradient_comm"
 
 
 def connect(root: nn.Module, gradient_comm: str, scaling_states: States = list) -> None:
-    """Reduce the gradients of all FSDP2 modules in `root` in "fp8" or "plain" (FSDP2's own reduce-scatter), and reshard
-    their parameters. Idempotent.
+    """Reduce the gradients of all FSDP2 modules in `root` in "fp8" or "plain" (FSDP2's own
+    reduce-scatter), and reshard their parameters. Idempotent.
 
     Args:
-        scaling_states: returns the live states of scaling rules, for agreement after each backward pass.
+        scaling_states: returns the live states of scaling rules, for agreement after each backward
+        pass.
 
     Raises:
-        FP8BackendError: this torch lacks the extension point, or the parameters of a module are on several meshes.
+        FP8BackendError: this torch lacks the extension point, or the parameters of a module are on
+        several meshes.
     """
     modules = fsdp_modules(root)
     reshard(root)
@@ -62,8 +67,8 @@ def connect(root: nn.Module, gradient_comm: str, scaling_states: States = list) 
                 module.set_custom_reduce_scatter(_reduce_scatter_class()())
             except ValueError as error:
                 raise FP8BackendError(
-                    f'gradient_comm="fp8": FSDP2 does not let the reduce-scatter of {name or "the model"} be chosen '
-                    f'({error}); use gradient_comm="plain"'
+                    'gradient_comm="fp8": FSDP2 does not let the reduce-scatter of '
+                    f'{name or "the model"} be chosen ({error}); use gradient_comm="plain"'
                 ) from error
         module.__dict__[CONNECTED] = gradient_comm
     if modules:
@@ -72,7 +77,8 @@ def connect(root: nn.Module, gradient_comm: str, scaling_states: States = list) 
 
 
 def agree(model: nn.Module, scaling_states: States) -> None:
-    """Let the ranks of a model's meshes agree on scaling states after each backward pass. Idempotent."""
+    """Let the ranks of a model's meshes agree on scaling states after each backward pass.
+    Idempotent."""
     if scaling_states is not list:
         agree_after_backward(model, scaling_states, mesh_groups(model))
 
@@ -80,8 +86,8 @@ def agree(model: nn.Module, scaling_states: States) -> None:
 def ranks_sharing_layers(model: nn.Module) -> int:
     """Return the number of ranks that share a layer by tensor parallelism; 1 without.
 
-    Under FSDP2 every weight is a DTensor: there tensor parallelism is the mesh dimension named "tp" by transformers and
-    Accelerate.
+    Under FSDP2 every weight is a DTensor: there tensor parallelism is the mesh dimension named "tp"
+    by transformers and Accelerate.
     """
     meshes = [p.device_mesh for p in model.parameters() if is_distributed(p)]
     if not fsdp_modules(model):
@@ -95,7 +101,11 @@ def fsdp_modules(root: nn.Module) -> dict[str, nn.Module]:
     loaded = sys.modules.get("torch.distributed.fsdp")  # not loaded for those who do not shard
     if loaded is None or not hasattr(loaded, "FSDPModule"):
         return {}
-    return {name: module for name, module in root.named_modules() if isinstance(module, loaded.FSDPModule)}
+    return {
+        name: module
+        for name, module in root.named_modules()
+        if isinstance(module, loaded.FSDPModule)
+    }
 
 
 def reshard(root: nn.Module) -> None:
@@ -125,11 +135,14 @@ def _reduce_scatter_class() -> type:
         is_supported = False
     if not is_supported:
         raise FP8BackendError(
-            f'gradient_comm="fp8" under FSDP2 needs torch\'s interface for a custom reduce-scatter '
-            f"(FSDPModule.set_custom_reduce_scatter), and torch {torch.__version__} has none or another: "
-            f'use gradient_comm="plain", or torch 2.9 to 2.13'
+            'gradient_comm="fp8" under FSDP2 needs torch\'s interface for a custom reduce-scatter '
+            f"(FSDPModule.set_custom_reduce_scatter), and torch {torch.__version__} has none or "
+            "another: "
+            'use gradient_comm="plain", or torch 2.9 to 2.13'
         )
-    return type("FP8ReduceScatter", (FP8ReduceScatter, ReduceScatter), {"__doc__": FP8ReduceScatter.__doc__})
+    return type(
+        "FP8ReduceScatter", (FP8ReduceScatter, ReduceScatter), {"__doc__": FP8ReduceScatter.__doc__}
+    )
 
 
 class FP8ReduceScatter:
@@ -140,7 +153,8 @@ class FP8ReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
-        """Reduce `input_tensor`, [ranks * n], a row for each rank, into `output_tensor`, [n], on the current stream."""
+        """Reduce `input_tensor`, [ranks * n], a row for each rank, into `output_tensor`, [n], on
+        the current stream."""
         if op == dist.ReduceOp.AVG:
             factor = 1.0 / group.size()
         elif op == dist.ReduceOp.SUM:
@@ -148,7 +162,10 @@ class FP8ReduceScatter:
         elif op == dist.ReduceOp.PREMUL_SUM:
             factor = float(op.__getstate__()[1])  # the only access to the factor
         else:
-            raise FP8BackendError(f'gradient_comm="fp8" sums and averages, FSDP2 wants {op}: use gradient_comm="plain"')
+            raise FP8BackendError(
+                f'gradient_comm="fp8" sums and averages, FSDP2 wants {op}: use '
+                'gradient_comm="plain"'
+            )
         reduce_scatter(input_tensor.view(group.size(), -1), group, out=output_tensor, factor=factor)
 
 
@@ -172,19 +189,22 @@ class Travelling(Protocol):
     products: tuple[str, ...]  # with codes of their own: FPROP, shared by dgrad, or FPROP and DGRAD
     agreed: dict[str, torch.Tensor]  # results of the agreement by product
     amax: torch.Tensor | None
-    """max |x| of the whole weight, for a rule that records it; FP32, 0-dimensional, or [experts]."""
+    """max |x| of the whole weight, for a rule that records it; FP32, 0-dimensional, or
+    [experts]."""
 
     def can_make(self, shard: torch.Tensor) -> bool:
         """Return True if this shard can be cast to codes."""
 
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
-        """Return the inputs of the agreement by maximum for each of `products`: FP32 or uint8, of the same shapes on
-        every rank. `shard`: rows from `first` on of a weight of this shape."""
+        """Return the inputs of the agreement by maximum for each of `products`: FP32 or uint8, of
+        the same shapes on every rank. `shard`: rows from `first` on of a weight of this shape."""
 
     def agree(self, maxima: list[torch.Tensor]) -> None:
         """Store the maxima over all ranks."""
 
-    def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+    def codes(
+        self, shard: torch.Tensor, first: int, shape: torch.Size, product: str
+    ) -> torch.Tensor:
         """Return the codes of the shard for a product."""
 
     def scale_inv(self, agreed: torch.Tensor) -> torch.Tensor:
@@ -192,16 +212,22 @@ class Travelling(Protocol):
 
 
 def connect_weights(root: nn.Module, travelling: Mapping[Place, Travelling]) -> None:
-    """Let FSDP2 gather these weights as codes, all others as stored. Idempotent. Raises `FP8BackendError` if this torch
-    has a different FSDP2."""
+    """Let FSDP2 gather these weights as codes, all others as stored. Idempotent. Raises
+    `FP8BackendError` if this torch has a different FSDP2."""
     modules = list(fsdp_modules(root).values())
     if not modules or not (travelling or any(_GATHERS in module.__dict__ for module in modules)):
         return
     shards, plain = _shards(modules, travelling)
     if plain:
         reasons = ", ".join(sorted(set(plain)))
-        logger.info("FSDP2 gathers the weights of %s as they are stored: %s", counted(len(plain), "layer"), reasons)
-    gathers = next((m.__dict__[_GATHERS] for m in modules if _GATHERS in m.__dict__), None) or Gathers()
+        logger.info(
+            "FSDP2 gathers the weights of %s as they are stored: %s",
+            counted(len(plain), "layer"),
+            reasons,
+        )
+    gathers = (
+        next((m.__dict__[_GATHERS] for m in modules if _GATHERS in m.__dict__), None) or Gathers()
+    )
     gathers.take(shards)
     for module in modules:
         if _GATHERS not in module.__dict__:
@@ -229,8 +255,9 @@ def _shards(
                         shards.append(WeightShard(parameter, group, codes))
     except AttributeError as error:
         raise FP8BackendError(
-            f"enable_fsdp_float8_all_gather reads how FSDP2 keeps its parameters, and torch {torch.__version__} keeps "
-            f"them in another way ({error}): use enable_fsdp_float8_all_gather=False, or torch 2.13"
+            "enable_fsdp_float8_all_gather reads how FSDP2 keeps its parameters, and torch "
+            f"{torch.__version__} keeps them in another way ({error}): use "
+            "enable_fsdp_float8_all_gather=False, or torch 2.13"
         ) from error
     return shards, plain
 
@@ -262,7 +289,8 @@ def _stays_plain(group: Any, parameter: Any) -> str | None:
 
 
 class WeightShard:
-    """This rank's rows of one weight under FSDP2, and the two functions of FSDP2's protocol for them."""
+    """This rank's rows of one weight under FSDP2, and the two functions of FSDP2's protocol for
+    them."""
 
     def __init__(self, parameter: Any, group: Any, codes: Travelling) -> None:
         self.parameter, self.group, self.codes = parameter, group, codes
@@ -284,10 +312,15 @@ class WeightShard:
     def place(self) -> tuple[torch.Tensor, int, torch.Size]:
         """The rows, the index of the first, and the shape of the weight."""
         shape = self.parameter._orig_size
-        return self.tensor, self.process_group.rank() * self.parameter.padded_sharded_param_size[0], shape
+        return (
+            self.tensor,
+            self.process_group.rank() * self.parameter.padded_sharded_param_size[0],
+            shape,
+        )
 
     def settle(self, travels: bool) -> None:
-        """Let FSDP2 gather codes from now on, or the stored weight; reshard a weight whose form changes."""
+        """Let FSDP2 gather codes from now on, or the stored weight; reshard a weight whose form
+        changes."""
         if self.travels != travels or (travels and self.codes.change_in_forward):
             self.group.wait_for_unshard()
             for module in self.group.modules:
@@ -304,7 +337,10 @@ class WeightShard:
             functions.pop("fsdp_pre_all_gather", None)
             functions.pop("fsdp_post_all_gather", None)
         elif "fsdp_pre_all_gather" not in functions:
-            functions.update(fsdp_pre_all_gather=_Function(self.inputs), fsdp_post_all_gather=_Function(self.gathered))
+            functions.update(
+                fsdp_pre_all_gather=_Function(self.inputs),
+                fsdp_post_all_gather=_Function(self.gathered),
+            )
             self.parameter._init_extensions()
 
     def products(self) -> tuple[str, ...]:
@@ -316,9 +352,11 @@ class WeightShard:
             return every[:1]
         return every  # gathered once for both; a recomputed forward may end before it is resharded
 
-    def inputs(self, mesh, outer_size, outer_stride, module, mp_policy) -> tuple[tuple[torch.Tensor, ...], dict]:
-        """Return the message, uint8 of equal size on all ranks, and the agreed amaxes by product. FSDP2 may call it in
-        its own stream, so no tensor allocated here outlives the gathering."""
+    def inputs(
+        self, mesh, outer_size, outer_stride, module, mp_policy
+    ) -> tuple[tuple[torch.Tensor, ...], dict]:
+        """Return the message, uint8 of equal size on all ranks, and the agreed amaxes by product.
+        FSDP2 may call it in its own stream, so no tensor allocated here outlives the gathering."""
         if self.group._training_state.name == "IDLE":  # `unshard()` outside of a forward
             _agree_on_amaxes([self])
         missing = self.parameter.padded_sharded_param_size[0] - len(self.tensor)
@@ -329,13 +367,26 @@ class WeightShard:
             self.parameter.all_gather_outputs = []
         return inputs, agreed
 
-    def gathered(self, gathered: tuple[torch.Tensor, ...], agreed: dict[str, torch.Tensor], dtype, *, out=None):
+    def gathered(
+        self,
+        gathered: tuple[torch.Tensor, ...],
+        agreed: dict[str, torch.Tensor],
+        dtype,
+        *,
+        out=None,
+    ):
         """Return a gathered message as codes, or put them into `out`."""
         parts = {} if self.codes.amax is None else {AMAX: self.codes.amax}
         for (product, amaxes), codes in zip(agreed.items(), gathered, strict=True):
-            whole, scale_inv = codes.narrow(0, 0, self.parameter._orig_size[0]), self.codes.scale_inv(amaxes)
+            whole, scale_inv = (
+                codes.narrow(0, 0, self.parameter._orig_size[0]),
+                self.codes.scale_inv(amaxes),
+            )
             for reader in (product,) if len(self.codes.products) > 1 else (FPROP, DGRAD):
-                parts |= {f"{reader}_codes": whole.view(E4M3.dtype), f"{reader}_scale_inv": scale_inv}
+                parts |= {
+                    f"{reader}_codes": whole.view(E4M3.dtype),
+                    f"{reader}_scale_inv": scale_inv,
+                }
         if out is None:
             return GatheredCodes(parts, dtype), ()
         out.parts.clear()
@@ -355,7 +406,8 @@ class _Function(TemporaryHook):
 
 @torch.no_grad()
 def _agree_on_amaxes(shards: Iterable[WeightShard]) -> None:
-    """Agree on the amaxes of these weights among their ranks: one all-reduce of FP32, and one of exponents (uint8)."""
+    """Agree on the amaxes of these weights among their ranks: one all-reduce of FP32, and one of
+    exponents (uint8)."""
     by_group: dict[dist.ProcessGroup, list[WeightShard]] = {}
     for shard in shards:
         by_group.setdefault(shard.process_group, []).append(shard)
@@ -370,18 +422,23 @@ def _agree_on_amaxes(shards: Iterable[WeightShard]) -> None:
             if indices := [i for i, tensor in enumerate(flat) if tensor.dtype == dtype]:
                 message = agreed_over(torch.cat([flat[i].flatten() for i in indices]), [group])
                 parts = message.split([flat[i].numel() for i in indices])
-                maxima |= {i: part.view(flat[i].shape) for i, part in zip(indices, parts, strict=True)}
+                maxima |= {
+                    i: part.view(flat[i].shape) for i, part in zip(indices, parts, strict=True)
+                }
         remaining = iter([maxima[i] for i in range(len(flat))])
         for shard, shard_amaxes in zip(members, amaxes, strict=True):
             shard.codes.agree([next(remaining) for _ in shard_amaxes])
 
 
 class Gathers(TemporaryHook):
-    """Choose the form of each gathered weight for a forward of the outermost FSDP2 module: hook before and after it."""
+    """Choose the form of each gathered weight for a forward of the outermost FSDP2 module: hook
+    before and after it."""
 
     def __init__(self) -> None:
         self.shards: list[WeightShard] = []
-        self.beneath: weakref.WeakKeyDictionary[nn.Module, list[WeightShard]] = weakref.WeakKeyDictionary()
+        self.beneath: weakref.WeakKeyDictionary[nn.Module, list[WeightShard]] = (
+            weakref.WeakKeyDictionary()
+        )
         """Weights gathered by a module and its children."""
         self.outermost: nn.Module | None = None
         """The running module."""
@@ -408,7 +465,9 @@ def _begin(gathers: Gathers, module: nn.Module) -> None:
     module._get_fsdp_state()._lazy_init()  # FSDP2's next action, which may replace shards
     if module not in gathers.beneath:
         inside = set(module.modules())
-        gathers.beneath[module] = [shard for shard in gathers.shards if inside.intersection(shard.group.modules)]
+        gathers.beneath[module] = [
+            shard for shard in gathers.shards if inside.intersection(shard.group.modules)
+        ]
     shards = gathers.beneath[module]
     for shard in shards:
         if shard.travels and not shard.codes.wanted:

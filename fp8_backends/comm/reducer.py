@@ -1,13 +1,15 @@
 """Average gradients over the ranks in buckets, while backward still runs.
 
-`GradientReducer` serves scaled weights. A bucket leaves when its gradients are complete and the buckets before it have
-left, so the order of collectives is the same on all ranks: first 0, first 1, second 0, first 2, second 1, second 2 (the
-shots of the all-reduce), and the use of each weight. A gradient is read once, into the message, and dropped; its
-average arrives at the end of backward, or with gradient release when the second bucket after it has left.
+`GradientReducer` serves scaled weights. A bucket leaves when its gradients are complete and the
+buckets before it have left, so the order of collectives is the same on all ranks: first 0, first 1,
+second 0, first 2, second 1, second 2 (the shots of the all-reduce), and the use of each weight. A
+gradient is read once, into the message, and dropped; its average arrives at the end of backward, or
+with gradient release when the second bucket after it has left.
 
-`fp8_all_reduce` is a communication hook for DDP's own buckets, at level O0; DDP fills them in the same order on all
-ranks. DDP rebuilds its buckets after the first backward pass, also in a resumed run, and an average must not depend on
-a gradient's place: each starts at a multiple of the collective's block, and every contribution is rounded.
+`fp8_all_reduce` is a communication hook for DDP's own buckets, at level O0; DDP fills them in the
+same order on all ranks. DDP rebuilds its buckets after the first backward pass, also in a resumed
+run, and an average must not depend on a gradient's place: each starts at a multiple of the
+collective's block, and every contribution is rounded.
 """
 
 import contextlib
@@ -39,8 +41,8 @@ class Bucket(NamedTuple):
 
 
 class GradientReducer:
-    """Average gradients over ranks. `parameters` are in the order of the buckets, which is that of backward: the last
-    registered first.
+    """Average gradients over ranks. `parameters` are in the order of the buckets, which is that of
+    backward: the last registered first.
 
     Args:
         weights: names and trained weights, the same on every rank.
@@ -49,17 +51,27 @@ class GradientReducer:
         bucket_bytes: size of a bucket in FP32.
     """
 
-    def __init__(self, weights: dict[str, nn.Parameter], group: dist.ProcessGroup, comm: str, bucket_bytes: int):
+    def __init__(
+        self,
+        weights: dict[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        comm: str,
+        bucket_bytes: int,
+    ):
         self.names, self.parameters = list(weights)[::-1], list(weights.values())[::-1]
         self.group, self.comm = group, comm
         self.buckets = _buckets(self.parameters, bucket_bytes // 4)
-        self.bucket_of = {index: k for k, bucket in enumerate(self.buckets) for index in bucket.indices}
+        self.bucket_of = {
+            index: k for k, bucket in enumerate(self.buckets) for index in bucket.indices
+        }
         self.side_stream = SideStream(self.parameters[0].device)
         self.reset()
 
     def serves(self, weights: dict[str, nn.Parameter], comm: str) -> bool:
         """Return True if this reducer has exactly these weights."""
-        same = [id(weight) for weight in weights.values()][::-1] == [id(weight) for weight in self.parameters]
+        same = [id(weight) for weight in weights.values()][::-1] == [
+            id(weight) for weight in self.parameters
+        ]
         return same and comm == self.comm
 
     def reset(self) -> None:
@@ -73,16 +85,17 @@ class GradientReducer:
         self.arrived = 0
         """Buckets received."""
         self.late: list[tuple[int, int, Reduced | torch.Tensor]] = []
-        """Averages received for parameters unused on this rank: parameter, start in the bucket, bucket."""
+        """Averages received for parameters unused on this rank: parameter, start in the bucket,
+        bucket."""
 
     @torch.no_grad()
     def add(self, index: int) -> None:
         """Note the complete gradient of a parameter, and send complete buckets."""
         if self.bucket_of[index] < len(self.in_flight):
             raise FP8BackendError(
-                f"{self.names[index]}: a second gradient in one backward pass, after the first had left for the other "
-                f"ranks. This happens where re-entrant activation checkpointing meets a weight that several layers "
-                f"share: use use_reentrant=False"
+                f"{self.names[index]}: a second gradient in one backward pass, after the first had "
+                "left for the other ranks. This happens where re-entrant activation checkpointing "
+                "meets a weight that several layers share: use use_reentrant=False"
             )
         self.complete.add(index)
         for bucket in self.buckets[len(self.in_flight) :]:
@@ -90,7 +103,8 @@ class GradientReducer:
                 break
             self._send(contributes=True)
         if _release_hooks(self.parameters[index]):
-            while self.arrived < len(self.in_flight) - 2:  # keep two buckets in flight while backward runs
+            # keep two buckets in flight while backward runs
+            while self.arrived < len(self.in_flight) - 2:
                 self._arrive(self.used)
 
     @torch.no_grad()
@@ -109,7 +123,8 @@ class GradientReducer:
         self.reset()
 
     def _arrive(self, used: list[bool]) -> None:
-        """Wait for the next bucket, and replace the gradients of used parameters by their averages."""
+        """Wait for the next bucket, and replace the gradients of used parameters by their
+        averages."""
         bucket, reduction = self.buckets[self.arrived], self.in_flight[self.arrived]
         self.in_flight[self.arrived] = None  # frees the message
         self.arrived += 1
@@ -139,14 +154,19 @@ class GradientReducer:
                     parts.append(self.side_stream.part_of_message(parameter.grad, start))
                     parameter.grad = None
             # an empty part gives the message its length, also without a last gradient
-            end = Part(torch.empty(0, dtype=torch.float32, device=self.parameters[0].device), bucket.numel)
-            reduction = (AllReduce if self.comm == "fp8" else PlainAllReduce)([*parts, end], self.group)
+            end = Part(
+                torch.empty(0, dtype=torch.float32, device=self.parameters[0].device), bucket.numel
+            )
+            reduction = (AllReduce if self.comm == "fp8" else PlainAllReduce)(
+                [*parts, end], self.group
+            )
             if self.in_flight:
                 self.in_flight[-1].start_second_shot()
         self.in_flight.append(reduction)
 
     def _used_somewhere(self, contributes: bool) -> list[bool]:
-        """Return the parameters with a gradient on any rank. Only a rank without some gradient waits for the device."""
+        """Return the parameters with a gradient on any rank. Only a rank without some gradient
+        waits for the device."""
         device, here = self.parameters[0].device, self.used
         if all(here):
             used = torch.ones(len(here), dtype=torch.uint8, device=device)
@@ -159,9 +179,14 @@ class GradientReducer:
         parameter = self.parameters[index]
         end = start + parameter.numel()
         if isinstance(reduced, torch.Tensor):
-            gradient = quantize(reduced[start:end].view(parameter.shape), E4M3.dtype, parameter.dtype)
+            gradient = quantize(
+                reduced[start:end].view(parameter.shape), E4M3.dtype, parameter.dtype
+            )
         else:
-            codes, scale_inv = reduced.codes[start:end], reduced.scale_inv[start // BLOCK : -(-end // BLOCK)]
+            codes, scale_inv = (
+                reduced.codes[start:end],
+                reduced.scale_inv[start // BLOCK : -(-end // BLOCK)],
+            )
             gradient = ScaledTensor(codes.view(parameter.shape), scale_inv, parameter.dtype, BLOCK)
         gradient.accumulates = True
         return gradient
@@ -169,7 +194,11 @@ class GradientReducer:
 
 def _release_hooks(parameter: nn.Parameter) -> list:
     """Return the hooks of a parameter that step inside backward, by a method `take`."""
-    return [hook for hook in (parameter._post_accumulate_grad_hooks or {}).values() if hasattr(hook, "take")]
+    return [
+        hook
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values()
+        if hasattr(hook, "take")
+    ]
 
 
 def _buckets(parameters: list[nn.Parameter], capacity: int) -> list[Bucket]:
@@ -189,7 +218,9 @@ class PlainAllReduce:
 
     def __init__(self, parts: list[Part], group: dist.ProcessGroup) -> None:
         self.size = dist.get_world_size(group)
-        self.values = torch.zeros(parts[-1].start, dtype=torch.float32, device=parts[-1].values.device)
+        self.values = torch.zeros(
+            parts[-1].start, dtype=torch.float32, device=parts[-1].values.device
+        )
         for part in parts[:-1]:
             place = self.values[part.start : part.start + len(part.values)].copy_(part.values)
             if part.scale_inv is not None:
@@ -221,7 +252,8 @@ class SideStream:
             yield
 
     def part_of_message(self, tensor: torch.Tensor, start: int = 0) -> Part:
-        """Return a tensor of another stream as a part of a message. Its memory may be freed there during the read."""
+        """Return a tensor of another stream as a part of a message. Its memory may be freed there
+        during the read."""
         if self.stream is not None:
             for stored in stored_parts(tensor):
                 stored.record_stream(self.stream)
@@ -264,8 +296,11 @@ def fp8_all_reduce(state, bucket):
     with state.side_stream.active():
         state.side_stream.part_of_message(values)
         sizes = [gradient.numel() for gradient in bucket.gradients()]
-        starts = accumulate((-(-size // BLOCK) * BLOCK for size in sizes), initial=0)  # each at a multiple of BLOCK
-        gradients = [Part(part, start) for part, start in zip(values.split(sizes), starts, strict=False)]
+        # each at a multiple of BLOCK
+        starts = accumulate((-(-size // BLOCK) * BLOCK for size in sizes), initial=0)
+        gradients = [
+            Part(part, start) for part, start in zip(values.split(sizes), starts, strict=False)
+        ]
         reduction = AllReduce(gradients, state.group, rounded=True)
         if state.in_flight:
             state.in_flight[-1][0].start_second_shot()

@@ -1,6 +1,7 @@
 """Ask all ranks: count shared backward passes, sum findings, and compare replicas.
 
-The collectives run at an optimizer's step, in the groups of DDP, FSDP2 or tensor parallelism, idle at that time.
+The collectives run at an optimizer's step, in the groups of DDP, FSDP2 or tensor parallelism, idle
+at that time.
 """
 
 from __future__ import annotations
@@ -50,13 +51,15 @@ class SharedBackwards:
 
 
 def _wrappers(model: nn.Module) -> list[nn.Module]:
-    """Return each DDP in a model, and the outermost FSDP2 module, or the model itself with tensor parallelism alone."""
+    """Return each DDP in a model, and the outermost FSDP2 module, or the model itself with tensor
+    parallelism alone."""
     outermost = list(fsdp_modules(model).values())[:1] or ([model] if mesh_groups(model) else [])
     return wrappers(model) + outermost
 
 
 def rank_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return the groups in which, one after another, a sum reaches all ranks of a model; none on one process."""
+    """Return the groups in which, one after another, a sum reaches all ranks of a model; none on
+    one process."""
     for wrapper in _wrappers(model):
         if isinstance(wrapper, DistributedDataParallel):
             return [wrapper.process_group] if wrapper.process_group.size() > 1 else []
@@ -80,8 +83,9 @@ class Held(NamedTuple):
 
 
 def held_alike(model: nn.Module, states: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Held]:
-    """Yield the storage of a model's replicated weights and the (name, live state) of scaling rules. Ignored parameters
-    are left out, and so are buffers, which DDP copies by its own rules."""
+    """Yield the storage of a model's replicated weights and the (name, live state) of scaling
+    rules. Ignored parameters are left out, and so are buffers, which DDP copies by its own
+    rules."""
     groups = rank_groups(model)
     ignored = set()
     for wrapper in _wrappers(model):
@@ -90,10 +94,16 @@ def held_alike(model: nn.Module, states: Iterable[tuple[str, torch.Tensor]]) -> 
         local, name = local_part(p), plain_name(full_name).removeprefix("module.")
         if is_distributed(p):
             mesh = p.device_mesh
-            alike = [i for i, place in enumerate(p.placements) if place.is_replicate() and mesh.size(i) > 1]
+            alike = [
+                i
+                for i, place in enumerate(p.placements)
+                if place.is_replicate() and mesh.size(i) > 1
+            ]
             groups_of = [mesh.get_group(i) for i in alike]
         else:
-            is_theirs = full_name.removeprefix("module.") in ignored and not isinstance(p, ScaledTensor)
+            is_theirs = full_name.removeprefix("module.") in ignored and not isinstance(
+                p, ScaledTensor
+            )
             groups_of = [] if is_theirs else groups
         is_whole = isinstance(local, ScaledTensor) and not local.shared_out
         for part in stored_parts(local, exact=is_whole):
@@ -104,7 +114,8 @@ def held_alike(model: nn.Module, states: Iterable[tuple[str, torch.Tensor]]) -> 
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum the bits of each tensor as integers: int64 [tensors], in any order. One differing bit always shows."""
+    """Sum the bits of each tensor as integers: int64 [tensors], in any order. One differing bit
+    always shows."""
     sums = []
     for tensor in tensors:
         plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
@@ -113,8 +124,9 @@ def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def apart(held: Sequence[Held]) -> dict[str, list[int]]:
-    """Map the names of tensors that differ within their groups to the ranks with other values than the first rank. All
-    ranks call it. One all-reduce for each group, and a gather if something differs."""
+    """Map the names of tensors that differ within their groups to the ranks with other values than
+    the first rank. All ranks call it. One all-reduce for each group, and a gather if something
+    differs."""
     differing: dict[str, list[int]] = {}
     by_group: dict[dist.ProcessGroup, list[Held]] = {}
     for tensor in held:
@@ -127,7 +139,11 @@ def apart(held: Sequence[Held]) -> dict[str, list[int]]:
         by_rank = sums.new_empty(group.size(), len(sums))
         dist.all_gather(list(by_rank.unbind()), sums, group=group)
         for member, values in zip(members, by_rank.t().tolist(), strict=True):
-            others = [dist.get_global_rank(group, i) for i, value in enumerate(values) if value != values[0]]
+            others = [
+                dist.get_global_rank(group, i)
+                for i, value in enumerate(values)
+                if value != values[0]
+            ]
             if others:
                 differing[member.name] = sorted({*differing.get(member.name, ()), *others})
     return differing

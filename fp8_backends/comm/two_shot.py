@@ -1,12 +1,15 @@
 """Sum over ranks with FP8 messages: the two-shot all-reduce and its first half, the reduce-scatter.
 
-    rank r:  values ──► N shards ──► E4M3 ──all-to-all──► N contributions to shard r ──► FP32 sum ──► E4M3
+    rank r:  values ──► N shards ──► E4M3 ──all-to-all──► N contributions to shard r ──► FP32 sum
+    ──► E4M3
                                                                                                        │
-             the whole sum, the same bytes on every rank  ◄──────────────all-gather────────────────────┘
+             the whole sum, the same bytes on every rank
+             ◄──────────────all-gather────────────────────┘
 
-No value is added in FP8, and each is rounded twice for any N; the owner does not round its own contribution. (A ring
-rounds N times: 0.12 to 0.30 relative L2 error at 32 ranks, against 0.037.) A block of `BLOCK` elements has a scale, a
-power of two, as rows of a gradient may differ by more than E4M3's range; NaN for a block with an inf or a NaN.
+No value is added in FP8, and each is rounded twice for any N; the owner does not round its own
+contribution. (A ring rounds N times: 0.12 to 0.30 relative L2 error at 32 ranks, against 0.037.) A
+block of `BLOCK` elements has a scale, a power of two, as rows of a gradient may differ by more than
+E4M3's range; NaN for a block with an inf or a NaN.
 """
 
 from collections.abc import Sequence
@@ -38,24 +41,29 @@ class Reduced(NamedTuple):
 
 
 class AllReduce:
-    """Average in a two-shot all-reduce: the constructor starts the first shot. Every rank gets the same bytes, with a
-    relative error of about 0.037 (two roundings to E4M3).
+    """Average in a two-shot all-reduce: the constructor starts the first shot. Every rank gets the
+    same bytes, with a relative error of about 0.037 (two roundings to E4M3).
 
-    Collectives of a process group must start in the same order on every rank. So the caller starts the second shot:
-    call `start_second_shot` at the same place on every rank.
+    Collectives of a process group must start in the same order on every rank. So the caller starts
+    the second shot: call `start_second_shot` at the same place on every rank.
 
     Args:
-        values: FP32, bf16 or fp16, of the same size on every rank; or parts of a message on one device, read in place.
-            They may be changed afterwards.
+        values: FP32, bf16 or fp16, of the same size on every rank; or parts of a message on one
+            device, read in place. They may be changed afterwards.
         group: the ranks (default: all).
-        rounded: round every contribution once, also the shard owner's, so that the result does not depend on the
-            owner.
+        rounded: round every contribution once, also the shard owner's, so that the result does not
+            depend on the owner.
     """
 
     def __init__(
-        self, values: torch.Tensor | Sequence[Part], group: dist.ProcessGroup | None = None, rounded: bool = False
+        self,
+        values: torch.Tensor | Sequence[Part],
+        group: dist.ProcessGroup | None = None,
+        rounded: bool = False,
     ):
-        parts = [Part(values.detach().reshape(-1), 0)] if isinstance(values, torch.Tensor) else values
+        parts = (
+            [Part(values.detach().reshape(-1), 0)] if isinstance(values, torch.Tensor) else values
+        )
         self.group, self.numel = group, parts[-1].start + parts[-1].values.numel()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.device = parts[0].values.device
@@ -63,12 +71,14 @@ class AllReduce:
         self.second_shot: _Pending | None = None
         if self.numel:
             columns = -(-self.numel // (self.size * BLOCK)) * BLOCK
-            columns = _for_vectors(columns) if rounded else columns  # longer shards would have other owners
+            # longer shards would have other owners
+            columns = _for_vectors(columns) if rounded else columns
             sent, self.own = wire.pack(parts, self.size, columns, self.rank, rounded)
             self.first_shot = _all_to_all(sent, group)
 
     def start_second_shot(self) -> None:
-        """Wait for the first shot, sum this rank's shard in FP32 and send the sum to all ranks. Idempotent."""
+        """Wait for the first shot, sum this rank's shard in FP32 and send the sum to all ranks.
+        Idempotent."""
         if self.second_shot is not None or not self.numel:
             return
         message = wire.reduce(self.first_shot.wait(), self.own, self.rank, self.size)
@@ -87,17 +97,21 @@ class AllReduce:
         return Reduced(codes.view(-1)[: self.numel], scale_inv.view(-1)[: -(-self.numel // BLOCK)])
 
     def write(self, parts: Sequence[Part]) -> None:
-        """Wait for the result, and write all or some of its values into parts of any floating-point dtype."""
+        """Wait for the result, and write all or some of its values into parts of any floating-point
+        dtype."""
         if self.numel:
             self.start_second_shot()
             wire.unpack(self.second_shot.wait(), parts)
 
 
 def reduce_scatter(
-    rows: torch.Tensor, group: dist.ProcessGroup | None = None, out: torch.Tensor | None = None, factor: float = 1.0
+    rows: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    out: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return the sum of all contributions to this rank, times `factor`, [columns]. Contributions travel in E4M3; the
-    FP32 sum is not rounded to E4M3 again.
+    """Return the sum of all contributions to this rank, times `factor`, [columns]. Contributions
+    travel in E4M3; the FP32 sum is not rounded to E4M3 again.
 
     Args:
         rows: [ranks, columns]; row r is this rank's contribution to rank r.
@@ -128,7 +142,8 @@ class _Pending(NamedTuple):
 
 
 def _for_vectors(columns: int) -> int:
-    """Return the length of a row in a message: a multiple of 16 bytes if long, so that GPUs move whole vectors."""
+    """Return the length of a row in a message: a multiple of 16 bytes if long, so that GPUs move
+    whole vectors."""
     return columns if columns < LONG else -(-columns // (16 * BLOCK)) * 16 * BLOCK
 
 
@@ -140,4 +155,6 @@ def all_gather(*args, **kwargs) -> dist.Work | None:
 
 def _all_to_all(sent: torch.Tensor, group: dist.ProcessGroup | None) -> _Pending:
     received = torch.empty_like(sent)
-    return _Pending(dist.all_to_all_single(received, sent, group=group, async_op=True), received, sent)
+    return _Pending(
+        dist.all_to_all_single(received, sent, group=group, async_op=True), received, sent
+    )

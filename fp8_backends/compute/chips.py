@@ -1,11 +1,13 @@
-"""All facts about chips: the backends that multiply FP8 matrices on each, and the precision to train in.
+"""All facts about chips: the backends that multiply FP8 matrices on each, and the precision to
+train in.
 
-Sources: an H200 (MEASURED); TransformerEngine's own rules (`is_fp8_available` and so on, version 2.20); the operands of
-`torch._scaled_mm` and `torch.nn.functional.scaled_mm`; the vendors' tables of matrix instructions; and reports: FP8
-without speed on Ada (TransformerEngine issue 972, torchtitan issue 548); rates of instructions on compute capability 12
-(flashinfer issue 3628), MXFP8 there (TorchAO issue 4932, PyTorch issue 198126), and rowwise products (PyTorch issue
-192707; PR 161236, in the binary of torch 2.11); rowwise on Ada and Windows (FreeToken PR 243, PyTorch issue 177651),
-and its speed (Unsloth's models/float8_training.py).
+Sources: an H200 (MEASURED); TransformerEngine's own rules (`is_fp8_available` and so on, version
+2.20); the operands of `torch._scaled_mm` and `torch.nn.functional.scaled_mm`; the vendors' tables
+of matrix instructions; and reports: FP8 without speed on Ada (TransformerEngine issue 972,
+torchtitan issue 548); rates of instructions on compute capability 12 (flashinfer issue 3628), MXFP8
+there (TorchAO issue 4932, PyTorch issue 198126), and rowwise products (PyTorch issue 192707; PR
+161236, in the binary of torch 2.11); rowwise on Ada and Windows (FreeToken PR 243, PyTorch issue
+177651), and its speed (Unsloth's models/float8_training.py).
 """
 
 from typing import Any, Literal, NamedTuple
@@ -14,20 +16,23 @@ from .fields import check_known, parsed, word
 
 INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.4'"
 """Installs the extra `te`; this package is on no index."""
-INSTEAD_OF_TE = "use the native rule of the same name (native:delayed for te:delayed), which has the same codes"
+INSTEAD_OF_TE = (
+    "use the native rule of the same name (native:delayed for te:delayed), which has the same codes"
+)
 
 State = Literal["FP8", "emulated", "refused"]
 FP8, EMULATED, REFUSED = "FP8", "emulated", "refused"
 
 MEANING = {
     FP8: "FP8 matrix units make the products",
-    EMULATED: "the same casts; bf16 or FP32 products with FP32 sums (sums=... has a chip's), slower than bf16: for "
-    "checking a recipe",
+    EMULATED: "the same casts; bf16 or FP32 products with FP32 sums (sums=... has a chip's), "
+    "slower than bf16: for checking a recipe",
     REFUSED: "an error when a model is prepared",
 }
 MEASURED = (
-    "measured on an H200 with torch 2.11.0 and CUDA 13.0: at 9.0 native, msamp and ao:tensorwise (training steps), and "
-    "te:delayed, te:dynamic and te:blockwise (te.Linear of 2.20.2); all other cells follow libraries' rules and reports"
+    "measured on an H200 with torch 2.11.0 and CUDA 13.0: at 9.0 native, msamp and ao:tensorwise "
+    "(training steps), and te:delayed, te:dynamic and te:blockwise (te.Linear of 2.20.2); all "
+    "other cells follow libraries' rules and reports"
 )
 
 
@@ -70,23 +75,34 @@ _COMPILE = "with torch.compile"
 _UNCERTAIN = Advice(
     "bf16",
     "",
-    "it has FP8 products, and reports say that they bring little or no speed there: compare first (fp8-backends "
-    "compare); msamp:O2 saves memory in any case",
+    "it has FP8 products, and reports say that they bring little or no speed there: compare first "
+    "(fp8-backends compare); msamp:O2 saves memory in any case",
 )
 _MXFP8 = _UNCERTAIN._replace(
-    reason=f"{_UNCERTAIN.reason}; native:mxfp8 with torch 2.14 is the one to compare: GeForce halves the rate of FP32 "
-    "sums in all other products (reported for an RTX 5060 Ti: FP16 51, FP8 102, MXFP8 202 TFLOP/s)"
+    reason=f"{_UNCERTAIN.reason}; native:mxfp8 with torch 2.14 is the one to compare: GeForce "
+    "halves the rate of FP32 sums in all other products (reported for an RTX 5060 Ti: FP16 51, FP8 "
+    "102, MXFP8 202 TFLOP/s)"
 )
 _NATIVE = Advice("fp8", "native:dynamic", f"{_TWICE_AS_FAST}; {_COMPILE}")
 _TORCHAO = Advice(
-    "fp8", "ao:tensorwise", f"{_TWICE_AS_FAST}, in codes of a kind of its own, which TorchAO uses; {_COMPILE}"
+    "fp8",
+    "ao:tensorwise",
+    f"{_TWICE_AS_FAST}, in codes of a kind of its own, which TorchAO uses; {_COMPILE}",
 )
 
 CPU, BEFORE_FP8, ADA, HOPPER, BLACKWELL, RTX_BLACKWELL, MI300, MI350 = CHIPS = (
     Chip("cpu", "CPU", "no GPU"),
     Chip("before-fp8", "to 8.6", "V100, A100, RTX 30, MI200", (0, 0)),
     Chip("ada", "8.9", "L4, L40S, RTX 40", (8, 9), advice=_UNCERTAIN),
-    Chip("hopper", "9.0", "H100, H200", (9, 0), advice=_NATIVE, te_backend="te:delayed", grouped_products=True),
+    Chip(
+        "hopper",
+        "9.0",
+        "H100, H200",
+        (9, 0),
+        advice=_NATIVE,
+        te_backend="te:delayed",
+        grouped_products=True,
+    ),
     Chip("blackwell", "10, 11", "B200, B300, Thor", (10, 0), advice=_NATIVE, te_backend="te:mxfp8"),
     Chip("rtx-blackwell", "12", "RTX 50, RTX PRO 6000, GB10", (12, 0), advice=_MXFP8),
     Chip("mi300", "MI300", "gfx94", architecture="gfx94", advice=_TORCHAO),
@@ -115,8 +131,8 @@ _SOLD = (
     Product("b200", (10, 0), 180), Product("b300", (10, 3), 270), Product("rtx5090", (12, 0), 32),
     Product("mi300x", "gfx942", 192), Product("mi325x", "gfx942", 256), Product("mi350x", "gfx950", 288),
 )  # fmt: skip
-"""Memory is from NVIDIA's and AMD's data sheets (B200 and B300: a DGX's memory over its 8 GPUs). Drivers show it in
-GiB, up to a percent less; 6 % less on cards with GDDR memory whose ECC is on."""
+"""Memory is from NVIDIA's and AMD's data sheets (B200 and B300: a DGX's memory over its 8 GPUs).
+Drivers show it in GiB, up to a percent less; 6 % less on cards with GDDR memory whose ECC is on."""
 PRODUCTS = {
     **{product.name: product for product in _SOLD},
     **{chip.key: Product(chip.key, chip.architecture or chip.since) for chip in CHIPS},
@@ -125,38 +141,44 @@ PRODUCTS = {
 
 
 def product_named(name: str) -> Product:
-    """Return the chip of a product such as "h100", or of a key of CHIPS. Raises `RecipeError` with the nearest name."""
+    """Return the chip of a product such as "h100", or of a key of CHIPS. Raises `RecipeError` with
+    the nearest name."""
     key = parsed("chip", word, name).lower().replace("_", "-").replace(" ", "")
     check_known("chip", key, PRODUCTS)
     return PRODUCTS[key]
 
 
 _OLDER_NVIDIA = {
-    (8, 0): Advice("bf16", "", "it has bf16 products and none in FP8; msamp:O2 saves memory and costs time"),
+    (8, 0): Advice(
+        "bf16", "", "it has bf16 products and none in FP8; msamp:O2 saves memory and costs time"
+    ),
     (7, 0): Advice(
         "fp16",
         "",
-        "it has fp16 products and none in bf16: keep the loss scaler, and expect models trained in bf16 to overflow",
+        "it has fp16 products and none in bf16: keep the loss scaler, and expect models trained in "
+        "bf16 to overflow",
     ),
     (0, 0): Advice("fp32", "", "it has no matrix units: lower precision brings no speed"),
 }
 """By first compute capability, the newest first."""
 _OLDER_AMD = {
-    ("gfx90a", "gfx908", "gfx11", "gfx12"): Advice("bf16", "", "PyTorch uses its bf16 products, and none in FP8"),
+    ("gfx90a", "gfx908", "gfx11", "gfx12"): Advice(
+        "bf16", "", "PyTorch uses its bf16 products, and none in FP8"
+    ),
     ("",): Advice("fp32", "", "it has no bf16 matrix units"),
 }
 _CPUS = {
     True: Advice(
         "bf16",
         "",
-        "no GPU, and a CPU with bf16 products: for debugging and small models; FP8 has a GPU's casts here, and is "
-        "slower than bf16",
+        "no GPU, and a CPU with bf16 products: for debugging and small models; FP8 has a GPU's "
+        "casts here, and is slower than bf16",
     ),
     False: Advice(
         "fp32",
         "",
-        "no GPU, and a CPU without bf16 products: for debugging; FP8 has a GPU's casts here, and FP8 and bf16 are "
-        "slower than FP32",
+        "no GPU, and a CPU without bf16 products: for debugging; FP8 has a GPU's casts here, and "
+        "FP8 and bf16 are slower than FP32",
     ),
 }
 """True: with bf16 products."""
@@ -165,12 +187,15 @@ _CPUS = {
 def chip_of(gpu: tuple[int, int] | str) -> Chip:
     """Return the chip of a CUDA compute capability, or of AMD's name of an architecture."""
     if isinstance(gpu, str):
-        return next((c for c in CHIPS if c.architecture and gpu.startswith(c.architecture)), BEFORE_FP8)
+        return next(
+            (c for c in CHIPS if c.architecture and gpu.startswith(c.architecture)), BEFORE_FP8
+        )
     return [c for c in CHIPS if c.since is not None and c.since <= tuple(gpu)][-1]
 
 
 NATIVE_RECORDS: tuple[str, ...] = ("hopper",)
-"""Keys of the CHIPS with a correct training by native on record in benchmarks/results (`step_1b_gpu.json`)."""
+"""Keys of the CHIPS with a correct training by native on record in benchmarks/results
+(`step_1b_gpu.json`)."""
 
 
 class Choice(NamedTuple):
@@ -180,7 +205,9 @@ class Choice(NamedTuple):
     reason: str
 
 
-def auto_on(chip: Chip, te_runs: bool = False, ao_runs: bool = True, native_runs: bool = True) -> Choice:
+def auto_on(
+    chip: Chip, te_runs: bool = False, ao_runs: bool = True, native_runs: bool = True
+) -> Choice:
     """Return the meaning of `auto` on a chip: with FP8 products, a backend proven there."""
     is_recorded = chip.key in NATIVE_RECORDS
     if not chip.fp8:
@@ -188,18 +215,25 @@ def auto_on(chip: Chip, te_runs: bool = False, ao_runs: bool = True, native_runs
     if te_runs:
         return Choice("te", "TransformerEngine runs here")
     if is_recorded and native_runs:
-        return Choice("native", f"trainings by native on chips of this kind ({chip.title}) are on record")
+        return Choice(
+            "native", f"trainings by native on chips of this kind ({chip.title}) are on record"
+        )
     if ao_runs and is_recorded:
         return Choice("ao", "TorchAO reads the given fields, and native does not")
     if ao_runs:
         return Choice(
-            "ao", f"no training by native on chips of this kind ({chip.title}) is on record yet; many use TorchAO there"
+            "ao",
+            f"no training by native on chips of this kind ({chip.title}) is on record yet; many "
+            "use TorchAO there",
         )
     return Choice("native", "neither TransformerEngine nor TorchAO can run this here")
 
 
-def advice_for(gpu: tuple[int, int] | str | None, te_runs: bool = False, cpu_bf16: bool = False) -> Advice:
-    """Return the advice for a CUDA compute capability, for AMD's name of an architecture, or for a CPU (None)."""
+def advice_for(
+    gpu: tuple[int, int] | str | None, te_runs: bool = False, cpu_bf16: bool = False
+) -> Advice:
+    """Return the advice for a CUDA compute capability, for AMD's name of an architecture, or for a
+    CPU (None)."""
     if gpu is None:
         return _CPUS[cpu_bf16]
     chip = chip_of(gpu)
@@ -228,10 +262,13 @@ class Note(NamedTuple):
 
 
 _ADA_CUDA, _BLOCK_CUDA, _MX_CUDA = (12, 1), (12, 9), (12, 8)
-"""The oldest CUDA releases of PyTorch with TransformerEngine's products on Ada, block scales and MXFP8."""
+"""The oldest CUDA releases of PyTorch with TransformerEngine's products on Ada, block scales and
+MXFP8."""
 ROWWISE_CPU_TORCH = (2, 13)
 """The first PyTorch with FP8 products of a scale for each row on CPUs."""
-NATIVE_EQUIVALENT = "the native equivalent, such as native:delayed for te:delayed: same fields, codes and scales"
+NATIVE_EQUIVALENT = (
+    "the native equivalent, such as native:delayed for te:delayed: same fields, codes and scales"
+)
 
 NOTES = {
     "te-nvidia": Note("TransformerEngine runs on NVIDIA GPUs only", f"use {NATIVE_EQUIVALENT}"),
@@ -244,7 +281,8 @@ NOTES = {
         "where it is older, install a PyTorch for a newer CUDA",
     ),
     "block-9.0": Note(
-        "block scales need compute capability 9.0 or higher", "use te:dynamic, or native:blockwise (emulated)"
+        "block scales need compute capability 9.0 or higher",
+        "use te:dynamic, or native:blockwise (emulated)",
     ),
     "block-cuda": Note(
         f"block scales need a PyTorch for CUDA {release(_BLOCK_CUDA)} or newer",
@@ -255,32 +293,37 @@ NOTES = {
         "with an older CUDA, and for E5M2 gradients (fp8_format='HYBRID'), products are emulated",
     ),
     "block-blackwell": Note(
-        "TransformerEngine makes these products as MXFP8 ones", "their scales are powers of two, its default"
+        "TransformerEngine makes these products as MXFP8 ones",
+        "their scales are powers of two, its default",
     ),
     "mxfp8": Note(
         "TransformerEngine multiplies MXFP8 on compute capability 10 and 11 only",
         "use te:dynamic or te:blockwise, or native:mxfp8 (emulated before 10)",
     ),
     "mxfp8-cuda": Note(
-        f"MXFP8 products need a PyTorch for CUDA {release(_MX_CUDA)} or newer", "with an older one they are emulated"
+        f"MXFP8 products need a PyTorch for CUDA {release(_MX_CUDA)} or newer",
+        "with an older one they are emulated",
     ),
     "mxfp8-rtx": Note(
-        "reported, not measured: MXFP8 products on an RTX 5060 Ti (3.2 times bf16's speed) and 5080, in the layout of "
-        "native, with torch 2.14 for CUDA 13.0",
+        "reported, not measured: MXFP8 products on an RTX 5060 Ti (3.2 times bf16's speed) and "
+        "5080, in the layout of native, with torch 2.14 for CUDA 13.0",
         "with an older PyTorch they are emulated",
     ),
     "nvfp4": Note(
-        f"experimental, not measured: 4-bit products by PyTorch's scaled_mm, from CUDA {release(_MX_CUDA)} on",
+        "experimental, not measured: 4-bit products by PyTorch's scaled_mm, from CUDA "
+        f"{release(_MX_CUDA)} on",
         "with an older PyTorch they are emulated",
     ),
     "rowwise-ada": Note(
-        "reported: rowwise kernels on Ada ignore the current CUDA stream before torch 2.12, and Windows has none; a "
-        "whole step ran at 0.98 of bf16's speed (an L4)",
-        "with an older torch avoid CUDA graphs and side streams, or use one scale a tensor (native:dynamic)",
+        "reported: rowwise kernels on Ada ignore the current CUDA stream before torch 2.12, and "
+        "Windows has none; a whole step ran at 0.98 of bf16's speed (an L4)",
+        "with an older torch avoid CUDA graphs and side streams, or use one scale a tensor "
+        "(native:dynamic)",
     ),
     "rowwise-rtx": Note(
-        "reported: torch 2.10 refuses rowwise products on compute capability 12, and Windows has none; torch 2.11 has "
-        "other kernels for them, not measured here; a whole step ran at 0.97 of bf16's speed (RTX PRO 6000)",
+        "reported: torch 2.10 refuses rowwise products on compute capability 12, and Windows has "
+        "none; torch 2.11 has other kernels for them, not measured here; a whole step ran at 0.97 "
+        "of bf16's speed (RTX PRO 6000)",
         "where they fail use one scale a tensor (native:dynamic)",
     ),
     "fnuz": Note(
@@ -306,8 +349,11 @@ class Cell(NamedTuple):
     torch: tuple[int, int] = (0, 0)
     """The oldest PyTorch for `state`."""
 
-    def state_with(self, cuda: tuple[int, int] | None = None, torch: tuple[int, int] | None = None) -> State:
-        """Return the state with a release of PyTorch for a release of CUDA. None: new enough, or not CUDA."""
+    def state_with(
+        self, cuda: tuple[int, int] | None = None, torch: tuple[int, int] | None = None
+    ) -> State:
+        """Return the state with a release of PyTorch for a release of CUDA. None: new enough, or
+        not CUDA."""
         is_old = (cuda or self.cuda or ()) < (self.cuda or ()) or (torch or self.torch) < self.torch
         return self.without if is_old else self.state
 
@@ -354,12 +400,17 @@ def cell_of(backend: str, chip: Chip) -> Cell | None:
 
 
 def described(chip: Chip, *releases: tuple[int, int] | None) -> dict[str, Any]:
-    """Return a chip and every backend's products on it, with these releases of CUDA and PyTorch (none: new enough)."""
+    """Return a chip and every backend's products on it, with these releases of CUDA and PyTorch
+    (none: new enough)."""
     products = []
     for backends, cells in TABLE.items():
         state, reason = cells[chip].state_with(*releases), str(NOTES.get(cells[chip].note, ""))
-        install = f"a PyTorch for CUDA, then {INSTALL_TE}" if backends[0].startswith("te:") else "nothing"
-        products.append({"backends": backends, "state": state, "reason": reason, "install": install})
+        install = (
+            f"a PyTorch for CUDA, then {INSTALL_TE}" if backends[0].startswith("te:") else "nothing"
+        )
+        products.append(
+            {"backends": backends, "state": state, "reason": reason, "install": install}
+        )
     return {"key": chip.key, "title": chip.title, "examples": chip.examples, "products": products}
 
 
@@ -368,7 +419,9 @@ SHORT = {FP8: "FP8", EMULATED: "emul.", REFUSED: "no"}
 
 def numbered_notes() -> dict[str, int]:
     """Number the notes in the order of the table."""
-    keys = dict.fromkeys(cell.note for cells in TABLE.values() for cell in cells.values() if cell.note)
+    keys = dict.fromkeys(
+        cell.note for cells in TABLE.values() for cell in cells.values() if cell.note
+    )
     return {key: number for number, key in enumerate(keys, 1)}
 
 
@@ -377,7 +430,10 @@ def rows() -> list[list[str]]:
     notes = numbered_notes()
     table = [["", *(chip.title for chip in CHIPS)]]
     for backends, row in TABLE.items():
-        cells = [SHORT[cell.state] + (f" ({notes[cell.note]})" if cell.note else "") for cell in row.values()]
+        cells = [
+            SHORT[cell.state] + (f" ({notes[cell.note]})" if cell.note else "")
+            for cell in row.values()
+        ]
         table += [[backend, *cells] for backend in backends]
     return table
 

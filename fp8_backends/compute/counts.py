@@ -1,4 +1,5 @@
-"""Counts of the three products of a layer in FP8, the dtype of their results, and the layer's mode."""
+"""Counts of the three products of a layer in FP8, the dtype of their results, and the layer's
+mode."""
 
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -37,8 +38,8 @@ def result_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 class Modes:
-    """The modes in which layers ran since the last optimizer step. Activation checkpointing runs them again in these,
-    even after `model.eval()` between loss and backward."""
+    """The modes in which layers ran since the last optimizer step. Activation checkpointing runs
+    them again in these, even after `model.eval()` between loss and backward."""
 
     def __init__(self) -> None:
         self._modes: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

@@ -1,5 +1,5 @@
-"""Declare a field of a recipe: its values, its default, and the rules and levels that read it. This package's own
-fields are in `recipes.fields`; a backend may declare more."""
+"""Declare a field of a recipe: its values, its default, and the rules and levels that read it. This
+package's own fields are in `recipes.fields`; a backend may declare more."""
 
 import difflib
 import math
@@ -13,10 +13,18 @@ from ..errors import RecipeError
 from ..words import shortened, shown
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4")
-"""MS-AMP's levels, and O4 beyond them; O0 leaves weights, gradients and optimizer states unchanged."""
+"""MS-AMP's levels, and O4 beyond them; O0 leaves weights, gradients and optimizer states
+unchanged."""
 DEFAULT_LEVEL = "O2"
 RULE_FIELDS = (
-    *("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo"),
+    *(
+        "use_autocast_during_eval",
+        "margin",
+        "interval",
+        "fp8_format",
+        "amax_history_len",
+        "amax_compute_algo",
+    ),
     *("override_linear_precision", "products", "fp8_params"),
 )
 """Fields of TransformerEngine's rules, also in `native`."""
@@ -25,15 +33,18 @@ STATEFUL = ("delayed", "window")
 
 
 class Variable(NamedTuple):
-    """A name of a field in `ACCELERATE_FP8_*` and in the `fp8_config` block of a YAML file, in upper case."""
+    """A name of a field in `ACCELERATE_FP8_*` and in the `fp8_config` block of a YAML file, in
+    upper case."""
 
     suffix: str
     launcher_default: Any = None
-    """The value exported by Accelerate's launcher by default. In the environment it counts as not given."""
+    """The value exported by Accelerate's launcher by default. In the environment it counts as not
+    given."""
     question_default: Any = None
     """The value written by `accelerate config` for an empty answer, if it is another one."""
     reads: Callable[[Any], Any] | None = None
-    """Turns the variable's value into the field's, if the two differ; a result of None is "not given"."""
+    """Turns the variable's value into the field's, if the two differ; a result of None is "not
+    given"."""
 
 
 def parsed(name: str, parse: Callable[[Any], Any], value: Any) -> Any:
@@ -59,16 +70,19 @@ class Field:
     name: str
     default: Any
     parse: Callable[[Any], Any]
-    """Returns the value in its one spelling, or raises ValueError("must be …"). Takes text as well, for the environment
-    and YAML. An attribute `values` names the values for people, and annotations name types for type checkers."""
+    """Returns the value in its one spelling, or raises ValueError("must be …"). Takes text as well,
+    for the environment and YAML. An attribute `values` names the values for people, and annotations
+    name types for type checkers."""
     help: str = ""
-    """One sentence, for the flag and the table. This package's own fields have docstrings instead."""
+    """One sentence, for the flag and the table. This package's own fields have docstrings
+    instead."""
     scalings: tuple[str, ...] | None = None
     """The scaling rules that read the field; None: all rules of the backend."""
     levels: tuple[str, ...] = LEVELS
     """The levels that read the field."""
     idle: Any = None
-    """The value that needs no support by a backend, such as False for a feature that is off; None: none."""
+    """The value that needs no support by a backend, such as False for a feature that is off; None:
+    none."""
     default_of_scaling: Mapping[str, Any] = field(default_factory=dict)
     """Other defaults, by scaling rule."""
     names_scaling: Callable[[Any], str | None] | None = None
@@ -84,12 +98,13 @@ class Field:
     is_feature: bool = False
     """True if the field turns on a feature of one's own, which `convert.features` runs."""
     only_watches: bool = False
-    """True if the field changes only the watching of a training, and no number: recipes that differ only in such fields
-    go together, in one model and in a checkpoint."""
+    """True if the field changes only the watching of a training, and no number: recipes that differ
+    only in such fields go together, in one model and in a checkpoint."""
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """Return all names in the environment; the first one is also a flag, `--fp8_<suffix>`. Empty for an object."""
+        """Return all names in the environment; the first one is also a flag, `--fp8_<suffix>`.
+        Empty for an object."""
         if self.is_object:
             return ()
         return (Variable(self.own_suffix, self.launcher_default), *self.further_variables)
@@ -109,7 +124,9 @@ class Field:
         parts = [self.values] if self.values else []
         parts += [] if self.default is None else [f"default {self.default!r}"]
         for value in dict.fromkeys(self.default_of_scaling.values()):
-            scalings = [scaling for scaling, other in self.default_of_scaling.items() if other == value]
+            scalings = [
+                scaling for scaling, other in self.default_of_scaling.items() if other == value
+            ]
             parts.append(f"{value!r} with {', '.join(scalings)}")
         return "; ".join(parts)
 
@@ -187,15 +204,16 @@ def fp8_format(value: str | Enum) -> str:
     word = getattr(value, "name", value)
     if isinstance(word, str) and word.strip().upper() == "E5M2":
         raise ValueError(
-            "must be HYBRID or E4M3: with E5M2 throughout, forward would multiply E5M2 by E5M2, and no GPU has this "
-            "product (TransformerEngine refuses it, too)"
+            "must be HYBRID or E4M3: with E5M2 throughout, forward would multiply E5M2 by E5M2, "
+            "and no GPU has this product (TransformerEngine refuses it, too)"
         )
     return one_of("HYBRID", "E4M3")(word)
 
 
 @_takes("three bools")
 def three_flags(value: Sequence[bool] | str) -> tuple[bool, bool, bool]:
-    """Parse three bools for fprop, dgrad, wgrad, also as Accelerate's documentation has it: "(false, false, false)"."""
+    """Parse three bools for fprop, dgrad, wgrad, also as Accelerate's documentation has it:
+    "(false, false, false)"."""
     if isinstance(value, str):
         value = value.strip().strip("()[]").split(",")
     try:
@@ -205,7 +223,9 @@ def three_flags(value: Sequence[bool] | str) -> tuple[bool, bool, bool]:
     if len(flags) != 3:
         raise ValueError("must be three bools, for fprop, dgrad and wgrad in high precision")
     if all(flags):
-        raise ValueError("must leave one product in FP8: with all three in high precision, train in bf16 instead")
+        raise ValueError(
+            "must leave one product in FP8: with all three in high precision, train in bf16 instead"
+        )
     return flags
 
 
@@ -214,8 +234,8 @@ def amax_algorithm(value: Any) -> str:
     """Parse `most_recent` or `max`."""
     if callable(value):
         raise ValueError(
-            "must be one of max, most_recent: with a function of your own TransformerEngine leaves its fused update, "
-            "whose zeros, infs and NaNs go other ways"
+            "must be one of max, most_recent: with a function of your own TransformerEngine leaves "
+            "its fused update, whose zeros, infs and NaNs go other ways"
         )
     return one_of("max", "most_recent")(value)
 

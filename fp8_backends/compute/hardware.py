@@ -52,12 +52,14 @@ def _gpu(device: torch.device | int | None) -> tuple[int, int] | str:
 
 
 def capabilities() -> list[tuple[int, int]]:
-    """Return the CUDA capability of every visible GPU. Empty on ROCm, whose numbers have another meaning."""
+    """Return the CUDA capability of every visible GPU. Empty on ROCm, whose numbers have another
+    meaning."""
     return [] if torch.version.hip else gpus()
 
 
 def chip() -> Chip:
-    """Return the chip of this machine: among different GPUs the one that does least, since all train together."""
+    """Return the chip of this machine: among different GPUs the one that does least, since all
+    train together."""
     return min(map(chips.chip_of, gpus()), key=chips.CHIPS.index, default=chips.CPU)
 
 
@@ -79,7 +81,9 @@ def gpu_multiplies(scaling: str, device: torch.device) -> bool:
 
 def advice(te_runs: bool = False) -> Advice:
     """Return the precision to train in on this machine: among different GPUs the lesser one's."""
-    advices = [chips.advice_for(gpu, te_runs) for gpu in gpus()] or [chips.advice_for(None, cpu_bf16=cpu_bf16())]
+    advices = [chips.advice_for(gpu, te_runs) for gpu in gpus()] or [
+        chips.advice_for(None, cpu_bf16=cpu_bf16())
+    ]
     return max(advices, key=lambda advice: ("fp8", "bf16", "fp16", "fp32").index(advice.precision))
 
 
@@ -90,34 +94,39 @@ def cuda_release() -> tuple[int, int] | None:
 
 def torch_release() -> tuple[int, int]:
     """Return the release of the running PyTorch."""
-    return tuple(int("".join(filter(str.isdigit, part))) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return tuple(
+        int("".join(filter(str.isdigit, part)))
+        for part in torch.__version__.split("+")[0].split(".")[:2]
+    )
 
 
 def cpu_bf16() -> bool:
-    """Return True if this CPU has instructions for bf16 products, and PyTorch uses them: without oneDNN (Apple, or
-    switched off) they take up to 1,000 times as long as FP32's. oneDNN's own answer is not enough: it serves bf16 on
-    any AVX-512 by way of FP32, in four times the time."""
+    """Return True if this CPU has instructions for bf16 products, and PyTorch uses them: without
+    oneDNN (Apple, or switched off) they take up to 1,000 times as long as FP32's. oneDNN's own
+    answer is not enough: it serves bf16 on any AVX-512 by way of FP32, in four times the time."""
     return torch.backends.mkldnn.enabled and _cpu_has_bf16()
 
 
 @functools.cache
 def _cpu_has_bf16() -> bool:
     try:
-        in_onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        in_onednn = (
+            torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
     except (AttributeError, RuntimeError):  # a PyTorch built without it
         return False
     return in_onednn and any(_cpu_capabilities().get(name, False) for name in _BF16_INSTRUCTIONS)
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Return True if products of bf16, fp16 or FP32 run best in that dtype on this CPU. Never fp16: CPUs with such
-    products need as long as for FP32's, others as long as for bf16's."""
+    """Return True if products of bf16, fp16 or FP32 run best in that dtype on this CPU. Never fp16:
+    CPUs with such products need as long as for FP32's, others as long as for bf16's."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_bf16())
 
 
 def cpu_scaled_mm() -> bool:
-    """Return True if `torch._scaled_mm` is of use on this CPU. From AMX on, PyTorch hands products of codes with one
-    scale to oneDNN: without AMX-FP16 they take a thousand times as long there."""
+    """Return True if `torch._scaled_mm` is of use on this CPU. From AMX on, PyTorch hands products
+    of codes with one scale to oneDNN: without AMX-FP16 they take a thousand times as long there."""
     capabilities = _cpu_capabilities()
     slow = capabilities.get("amx_int8", False) and not capabilities.get("amx_fp16", False)
     return not (torch.backends.mkldnn.enabled and slow)
@@ -128,8 +137,11 @@ def _cpu_capabilities() -> Mapping[str, Any]:
 
 
 def fast_dtype(device: torch.device | str) -> torch.dtype:
-    """Return the default dtype around FP8 on this device: bf16, or FP32 on a CPU without bf16 products."""
-    return torch.float32 if torch.device(device).type == "cpu" and not cpu_bf16() else torch.bfloat16
+    """Return the default dtype around FP8 on this device: bf16, or FP32 on a CPU without bf16
+    products."""
+    return (
+        torch.float32 if torch.device(device).type == "cpu" and not cpu_bf16() else torch.bfloat16
+    )
 
 
 def fast_autocast(device: str) -> torch.autocast:
@@ -143,8 +155,9 @@ def fast_precision(device: torch.device | str) -> str:
 
 
 def describe() -> dict[str, Any]:
-    """Describe this machine for `doctor` and reports, importing no library: the name of the first GPU or the CPU, the
-    number of GPUs, their lowest CUDA capability, fast products, and versions (None: missing)."""
+    """Describe this machine for `doctor` and reports, importing no library: the name of the first
+    GPU or the CPU, the number of GPUs, their lowest CUDA capability, fast products, and versions
+    (None: missing)."""
     return {
         "device": torch.cuda.get_device_name(0) if has_gpu() else cpu_name(),
         "gpus": torch.cuda.device_count() if has_gpu() else 0,
@@ -167,7 +180,9 @@ def cpu_name() -> str:
     """Return the system's name of this CPU."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+            names = [
+                line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+            ]
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()

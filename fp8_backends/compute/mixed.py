@@ -1,4 +1,5 @@
-"""`Mixed`: the backends of a recipe with `layers` as one `Compute`, for everything after conversion."""
+"""`Mixed`: the backends of a recipe with `layers` as one `Compute`, for everything after
+conversion."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,8 @@ from .interface import Compute, Norm, Recipe, check_saved_states
 
 
 def compute_of(recipe: Recipe) -> Compute:
-    """Return the backend of a prepared model's layers: the recipe's own, or a `Mixed` of several recipes."""
+    """Return the backend of a prepared model's layers: the recipe's own, or a `Mixed` of several
+    recipes."""
     return registry.get_compute(recipe.compute) if len(recipe.recipes) == 1 else Mixed(recipe)
 
 
@@ -34,7 +36,9 @@ class Mixed(Compute):
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipes = recipe.recipes
-        self.computes = list(dict.fromkeys(registry.get_compute(each.compute) for each in self.recipes))
+        self.computes = list(
+            dict.fromkeys(registry.get_compute(each.compute) for each in self.recipes)
+        )
         self.name = recipe.compute
         self.casts_by = ", ".join(compute.casts_by for compute in self.computes)
 
@@ -80,7 +84,11 @@ class Mixed(Compute):
             compute.after_optimizer_step(root)
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
-        return {name: state for compute in self.computes for name, state in compute.scaling_state(root).items()}
+        return {
+            name: state
+            for compute in self.computes
+            for name, state in compute.scaling_state(root).items()
+        }
 
     def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
         return [buffer for compute in self.computes for buffer in compute.scaling_buffers(root)]
@@ -88,8 +96,12 @@ class Mixed(Compute):
     def check_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         check_saved_states(self.scaling_state(root), state, lambda *_: None)
         for compute in self.computes:
-            compute.check_scaling_state(root, {name: state[name] for name in compute.scaling_state(root)})
+            compute.check_scaling_state(
+                root, {name: state[name] for name in compute.scaling_state(root)}
+            )
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         for compute in self.computes:
-            compute.load_scaling_state(root, {name: state[name] for name in compute.scaling_state(root)})
+            compute.load_scaling_state(
+                root, {name: state[name] for name in compute.scaling_state(root)}
+            )

@@ -1,11 +1,13 @@
 """The functions behind every FP8 product, and their engines.
 
-All three products of a linear layer have one form, `A @ B.T` with A [m, k] and B [n, k]: the contraction runs along
-contiguous memory, as Hopper's FP8 units need it. A GPU wants k and n in multiples of 16 (`scaled_mm` pads to them),
-never two E5M2 operands, and a bf16 output with scales per row. Every device keeps the last two rules.
+All three products of a linear layer have one form, `A @ B.T` with A [m, k] and B [n, k]: the
+contraction runs along contiguous memory, as Hopper's FP8 units need it. A GPU wants k and n in
+multiples of 16 (`scaled_mm` pads to them), never two E5M2 operands, and a bf16 output with scales
+per row. Every device keeps the last two rules.
 
-Engines without block scales multiply these powers of two into the codes, which rounds nothing in FP32, and in bf16 for
-blocks with a largest value of at least 2**-115: all engines agree up to the order of the FP32 sums, and one rounding.
+Engines without block scales multiply these powers of two into the codes, which rounds nothing in
+FP32, and in bf16 for blocks with a largest value of at least 2**-115: all engines agree up to the
+order of the FP32 sums, and one rounding.
 """
 
 import functools
@@ -24,16 +26,21 @@ ALIGNMENT = 16
 
 SCALED_MM, BF16_EXACT, FP32_EXACT, EMULATED = "scaled_mm", "bf16-exact", "fp32-exact", "emulated"
 VALUES = {BF16_EXACT: torch.bfloat16, FP32_EXACT: torch.float32, EMULATED: torch.float32}
-"""The dtype in which engines without FP8 products multiply the codes; it holds every code exactly."""
+"""The dtype in which engines without FP8 products multiply the codes; it holds every code
+exactly."""
 
 
-def engine_for(device: torch.device, out_dtype: torch.dtype, scaling: str = "dynamic", has_e5m2: bool = False) -> str:
-    """Return the engine for FP8 products on this device with the scales of a rule (`dynamic` stands for all rules
-    without block scales). has_e5m2: an operand is E5M2, which PyTorch does not multiply in blocks of 128.
+def engine_for(
+    device: torch.device, out_dtype: torch.dtype, scaling: str = "dynamic", has_e5m2: bool = False
+) -> str:
+    """Return the engine for FP8 products on this device with the scales of a rule (`dynamic` stands
+    for all rules without block scales). has_e5m2: an operand is E5M2, which PyTorch does not
+    multiply in blocks of 128.
 
-    - `scaled_mm`: `torch._scaled_mm`; block scales 1 x 128 (`blockwise`) on Hopper, 1 x 32 (`mxfp8`) and 1 x 16
-      (`nvfp4`) on Blackwell.
-    - `bf16-exact`: a bf16 product of the codes with FP32 accumulation, for bf16 results on a CPU with bf16 products.
+    - `scaled_mm`: `torch._scaled_mm`; block scales 1 x 128 (`blockwise`) on Hopper, 1 x 32
+      (`mxfp8`) and 1 x 16 (`nvfp4`) on Blackwell.
+    - `bf16-exact`: a bf16 product of the codes with FP32 accumulation, for bf16 results on a CPU
+      with bf16 products.
     - `fp32-exact`: the same in FP32, for all else on a CPU.
     - `emulated`: the codes in FP32, for devices without FP8 products or with other codes (MI300).
     """
@@ -48,7 +55,11 @@ def engine_for(device: torch.device, out_dtype: torch.dtype, scaling: str = "dyn
 def engine_of_gpu(scaling: str, device: torch.device) -> str:
     """Return `engine_for` of a CUDA device. Cached, since every product asks."""
     # fake tensors have CUDA devices without a driver: they stand for an FP8 GPU
-    return SCALED_MM if not hardware.has_gpu() or hardware.gpu_multiplies(scaling, device) else EMULATED
+    return (
+        SCALED_MM
+        if not hardware.has_gpu() or hardware.gpu_multiplies(scaling, device)
+        else EMULATED
+    )
 
 
 def exact_engine(out_dtype: torch.dtype) -> str:
@@ -57,16 +68,21 @@ def exact_engine(out_dtype: torch.dtype) -> str:
 
 
 def emulates(sums: str, device: torch.device) -> bool:
-    """Return True if products on this device emulate the sums of a chip. Raises `RecipeError` on a GPU with others."""
-    if sums == tensor_cores.EXACT or device.type == "meta" or (device.type == "cuda" and not hardware.has_gpu()):
+    """Return True if products on this device emulate the sums of a chip. Raises `RecipeError` on a
+    GPU with others."""
+    if (
+        sums == tensor_cores.EXACT
+        or device.type == "meta"
+        or (device.type == "cuda" and not hardware.has_gpu())
+    ):
         return False
     if device.type == "cpu":
         return True
     if device.type == "cuda" and tensor_cores.OF_CHIP.get(hardware.gpu_chip(device).key) == sums:
         return False
     raise RecipeError(
-        f"sums={sums!r} on {device.type}: products sum as this device does, and only a CPU emulates another: leave the "
-        "field out, or train on a CPU"
+        f"sums={sums!r} on {device.type}: products sum as this device does, and only a CPU "
+        "emulates another: leave the field out, or train on a CPU"
     )
 
 
@@ -82,25 +98,31 @@ def scaled_product(
     fast_accumulation: bool = False,
     sums: str = tensor_cores.EXACT,
 ) -> torch.Tensor:
-    """Return `(a.codes * a.scale_inv) @ (b.codes * b.scale_inv).T` with FP32 accumulation, [m, n] of out_dtype.
+    """Return `(a.codes * a.scale_inv) @ (b.codes * b.scale_inv).T` with FP32 accumulation, [m, n]
+    of out_dtype.
 
-    Codes [m, k] and [n, k]; scale_inv both 0-dimensional, or [m, 1] and [n, 1]: such products are computed in bf16 and
-    cast. fast_accumulation: let Hopper keep partial sums in fewer bits (`use_fast_accum`); for fprop only. sums: of the
-    chip to emulate on a CPU.
+    Codes [m, k] and [n, k]; scale_inv both 0-dimensional, or [m, 1] and [n, 1]: such products are
+    computed in bf16 and cast. fast_accumulation: let Hopper keep partial sums in fewer bits
+    (`use_fast_accum`); for fprop only. sums: of the chip to emulate on a CPU.
     """
     # a failure here is this package's fault, not the user's
     (m, k), (n, b_k) = a.codes.shape, b.codes.shape
     rowwise = a.scale_inv.dim() == 2
     assert k == b_k
-    assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), "no GPU multiplies E5M2 by E5M2"
+    assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), (
+        "no GPU multiplies E5M2 by E5M2"
+    )
     assert a.scale_inv.dtype == b.scale_inv.dtype == torch.float32
-    assert a.scale_inv.shape == ((m, 1) if rowwise else ()) and b.scale_inv.shape == ((n, 1) if rowwise else ())
+    assert a.scale_inv.shape == ((m, 1) if rowwise else ()) and b.scale_inv.shape == (
+        (n, 1) if rowwise else ()
+    )
     product_dtype = torch.bfloat16 if rowwise else out_dtype
     if emulates(sums, a.codes.device):
         product = tensor_cores.product(a.codes, b.codes, sums, fast_accumulation)
         if rowwise:
             return (product * a.scale_inv * b.scale_inv.t()).to(product_dtype).to(out_dtype)
-        return (product * (a.scale_inv * b.scale_inv)).to(out_dtype)  # cuBLAS multiplies the scales first
+        # cuBLAS multiplies the scales first
+        return (product * (a.scale_inv * b.scale_inv)).to(out_dtype)
     engine = engine_for(a.codes.device, product_dtype)
     if engine == SCALED_MM:
         return _scaled_mm(*a, *b, product_dtype, fast_accumulation).to(out_dtype)
@@ -110,26 +132,36 @@ def scaled_product(
 def block_scaled_product(
     a: Quantized, a_blocks: Blocks, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the values of a [m, k] @ the values of b [n, k].T with FP32 accumulation, [m, n] of out_dtype. a: codes in
-    VECTORS or MX; b: in VECTORS or SQUARES, or in MX if a is."""
+    """Return the values of a [m, k] @ the values of b [n, k].T with FP32 accumulation, [m, n] of
+    out_dtype. a: codes in VECTORS or MX; b: in VECTORS or SQUARES, or in MX if a is."""
     assert a.codes.shape[1] == b.codes.shape[1]
-    assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), "no GPU multiplies E5M2 by E5M2"
-    product_dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32  # fp16 by way of FP32
+    assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), (
+        "no GPU multiplies E5M2 by E5M2"
+    )
+    # fp16 by way of FP32
+    product_dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     has_e5m2 = torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype)
-    engine = engine_for(a.codes.device, product_dtype, "mxfp8" if a_blocks is MX else "blockwise", has_e5m2)
+    engine = engine_for(
+        a.codes.device, product_dtype, "mxfp8" if a_blocks is MX else "blockwise", has_e5m2
+    )
     if engine == SCALED_MM:
         multiply = _mx_scaled_mm if a_blocks is MX else _vector_scaled_mm
         product = multiply(a, b, b_blocks, product_dtype)
         return product.narrow(0, 0, a.codes.shape[0]).narrow(1, 0, b.codes.shape[0]).to(out_dtype)
-    with torch.autocast(a.codes.device.type, enabled=False):  # autocast would round FP32 operands to bf16
-        values = dequantize_blocks(a, a_blocks, VALUES[engine]), dequantize_blocks(b, b_blocks, VALUES[engine])
+    # autocast would round FP32 operands to bf16
+    with torch.autocast(a.codes.device.type, enabled=False):
+        values = (
+            dequantize_blocks(a, a_blocks, VALUES[engine]),
+            dequantize_blocks(b, b_blocks, VALUES[engine]),
+        )
         product = torch.mm(values[0], values[1].t())
     return product.to(out_dtype)
 
 
 def nvfp4_product(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a [m, k] @ the values of b [n, k].T with FP32 accumulation, [m, n] of out_dtype. Both are
-    from `kernels.nvfp4`: codes times block scales are exact in bf16 and FP32; tensor scales multiply the product."""
+    """Return the values of a [m, k] @ the values of b [n, k].T with FP32 accumulation, [m, n] of
+    out_dtype. Both are from `kernels.nvfp4`: codes times block scales are exact in bf16 and FP32;
+    tensor scales multiply the product."""
     assert a.codes.shape[1] == b.codes.shape[1]
     product_dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     engine = engine_for(a.codes.device, product_dtype, "nvfp4")
@@ -147,8 +179,8 @@ def nvfp4_product(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.T
 
 
 def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a [m, k] @ b [n, k].T in high precision, operands and result of one dtype. A CPU without products of this
-    dtype in hardware multiplies in FP32 and rounds once."""
+    """Return a [m, k] @ b [n, k].T in high precision, operands and result of one dtype. A CPU
+    without products of this dtype in hardware multiplies in FP32 and rounds once."""
     if a.device.type == "cpu" and not _cpu_multiplies(a.dtype):
         with torch.autocast("cpu", enabled=False):  # it would round the FP32 operands again
             return torch.mm(a.float(), b.float().t()).to(a.dtype)
@@ -158,8 +190,9 @@ def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def wgrad_dtype(
     blocks: bool, device: torch.device, weight_dtype: torch.dtype, out_dtype: torch.dtype, sums: str
 ) -> torch.dtype:
-    """Return the dtype of wgrad's product, given out_dtype of the others. A GPU's FP8 units write FP32 too for tensors
-    with one scale: an FP32 weight's gradient is then rounded once. On a CPU, bf16 products are faster."""
+    """Return the dtype of wgrad's product, given out_dtype of the others. A GPU's FP8 units write
+    FP32 too for tensors with one scale: an FP32 weight's gradient is then rounded once. On a CPU,
+    bf16 products are faster."""
     if blocks or weight_dtype != torch.float32:
         return out_dtype
     as_on_gpu = emulates(sums, device) or engine_for(device, torch.float32) == SCALED_MM
@@ -167,18 +200,21 @@ def wgrad_dtype(
 
 
 def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Append zeros up to the next multiples in the last two dimensions. A zero code adds nothing to a product."""
+    """Append zeros up to the next multiples in the last two dimensions. A zero code adds nothing to
+    a product."""
     missing = -matrix.shape[-2] % rows, -matrix.shape[-1] % columns
     if not any(missing):
         return matrix
     widths = (0, missing[1], 0, missing[0])
     if matrix.dtype.itemsize > 1:
         return F.pad(matrix, widths)
-    return F.pad(matrix.view(torch.uint8), widths).view(matrix.dtype)  # constant_pad has no float8 kernel
+    # constant_pad has no float8 kernel
+    return F.pad(matrix.view(torch.uint8), widths).view(matrix.dtype)
 
 
 def row_major(matrix: torch.Tensor) -> torch.Tensor:
-    """Copy a view that is not row-major: GPUs check strides of size 1 too, unlike `is_contiguous`."""
+    """Copy a view that is not row-major: GPUs check strides of size 1 too, unlike
+    `is_contiguous`."""
     # `contiguous()` of a fake CUDA tensor asks for a CUDA device; this does not
     in_rows = matrix.is_contiguous() and matrix.stride(-2) == matrix.shape[-1]
     return matrix if in_rows else matrix.clone(memory_format=torch.contiguous_format)
@@ -189,7 +225,8 @@ def _scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype, fast_accumulation):
     if a_scale_inv.dim() == 2:
         # both strides 1: a view of [1, n] has another, counts as contiguous, and is refused
         a_scale_inv = a_scale_inv.reshape(-1).unsqueeze(1)
-        b_scale_inv = pad(b_scale_inv, ALIGNMENT, 1).reshape(-1).unsqueeze(1).t()  # one scale a column of b.T
+        # one scale a column of b.T
+        b_scale_inv = pad(b_scale_inv, ALIGNMENT, 1).reshape(-1).unsqueeze(1).t()
     product = torch._scaled_mm(
         row_major(pad(a, 1, ALIGNMENT)),
         row_major(pad(b, ALIGNMENT, ALIGNMENT)).t(),  # column-major
@@ -209,10 +246,13 @@ def exact_product(
     values_dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute `scaled_product` as a plain product of the codes as values of `values_dtype`, bf16 or FP32."""
-    # one factor at a time: the product of two small scales may underflow although neither does. A bf16 product of
-    # codes is scaled in FP32 and rounded again: at most one more half unit in the last place
-    with torch.autocast(a.device.type, enabled=False):  # autocast would round the operands, or to fp16 their product
+    """Compute `scaled_product` as a plain product of the codes as values of `values_dtype`, bf16 or
+    FP32."""
+    # one factor at a time: the product of two small scales may underflow although neither does. A
+    # bf16 product of codes is scaled in FP32 and rounded again: at most one more half unit in the
+    # last place
+    # autocast would round the operands, or to fp16 their product
+    with torch.autocast(a.device.type, enabled=False):
         if cpu_casts.serves(a) or cpu_casts.serves(b):
             return cpu_casts.product(a, b, a_scale_inv, b_scale_inv.t(), values_dtype, out_dtype)
         product = torch.mm(a.to(values_dtype), b.to(values_dtype).t())
@@ -220,12 +260,15 @@ def exact_product(
 
 
 _SCALED_MM = torch.ops.aten._scaled_mm_v2
-"""The operator behind `torch.nn.functional.scaled_mm`, a function that the compiler of torch 2.11 cannot trace."""
+"""The operator behind `torch.nn.functional.scaled_mm`, a function that the compiler of torch 2.11
+cannot trace."""
 
 
-def _vector_scaled_mm(a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype) -> torch.Tensor:
-    # on Hopper: the contraction in multiples of 128. Scales of VECTORS are stored column after column, scales of
-    # SQUARES row after row, in multiples of four to a row
+def _vector_scaled_mm(
+    a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype
+) -> torch.Tensor:
+    # on Hopper: the contraction in multiples of 128. Scales of VECTORS are stored column after
+    # column, scales of SQUARES row after row, in multiples of four to a row
     in_squares, kinds = b_blocks is SQUARES, F.ScalingType
     return _block_scaled_mm(
         row_major(pad(a.codes, ALIGNMENT, 128)),
@@ -243,16 +286,20 @@ def _by_columns(scale_inv: torch.Tensor) -> torch.Tensor:
     return pad(scale_inv, ALIGNMENT, 1).t().clone(memory_format=torch.contiguous_format)
 
 
-def _mx_scaled_mm(a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype) -> torch.Tensor:
+def _mx_scaled_mm(
+    a: Quantized, b: Quantized, b_blocks: Blocks, out_dtype: torch.dtype
+) -> torch.Tensor:
     # on Blackwell: all sizes in multiples of 32, and swizzled scales
-    (a, a_scale_inv), (b, b_scale_inv) = ((row_major(pad(q.codes, 32, 32)), swizzled(q.scale_inv)) for q in (a, b))
+    (a, a_scale_inv), (b, b_scale_inv) = (
+        (row_major(pad(q.codes, 32, 32)), swizzled(q.scale_inv)) for q in (a, b)
+    )
     kind = F.ScalingType.BlockWise1x32.value
     return _block_scaled_mm(a, b, a_scale_inv, kind, b_scale_inv, kind, out_dtype)
 
 
 def _block_scaled_mm(*operands) -> torch.Tensor:
-    """Multiply; in compiled code inside this package's operator, since Inductor of torch 2.13 swaps PyTorch's for the
-    older `_scaled_mm`, with scales of other layouts."""
+    """Multiply; in compiled code inside this package's operator, since Inductor of torch 2.13 swaps
+    PyTorch's for the older `_scaled_mm`, with scales of other layouts."""
     return (block_scaled_mm if torch.compiler.is_compiling() else _multiply)(*operands)
 
 
@@ -265,8 +312,9 @@ def _multiply(
     b_kind: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a [m, k] @ b [n, k].T; all operands row-major. Scales of vectors and squares are stored transposed; scales
-    of mxfp8 and nvfp4 are flat and swizzled, in uint8, since Inductor has no code for E8M0."""
+    """Return a [m, k] @ b [n, k].T; all operands row-major. Scales of vectors and squares are
+    stored transposed; scales of mxfp8 and nvfp4 are flat and swizzled, in uint8, since Inductor has
+    no code for E8M0."""
     if a_kind == F.ScalingType.BlockWise1x16.value:
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     scales = *_scales(a_scale_inv, a_kind), *_scales(b_scale_inv, b_kind)
@@ -283,7 +331,9 @@ def _scales(scale_inv: torch.Tensor, kind: int) -> tuple[list[torch.Tensor], lis
     return [*reversed(nvfp4.split(scale_inv))], [kind, kinds.TensorWise.value], swizzling
 
 
-block_scaled_mm = torch.library.custom_op("fp8_backends::block_scaled_mm", _multiply, mutates_args=())
+block_scaled_mm = torch.library.custom_op(
+    "fp8_backends::block_scaled_mm", _multiply, mutates_args=()
+)
 """`_multiply`, opaque to a compiler."""
 
 
@@ -293,8 +343,9 @@ def _(a, b, a_scale_inv, a_kind, b_scale_inv, b_kind, out_dtype) -> torch.Tensor
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:
-    """Reorder uint8 scales [rows, blocks in a row] to cuBLAS's flat order: tiles of 128 x 4 one after the other, and in
-    a tile row 32 i + j at place 4 j + i, so that each thread finds its four rows side by side."""
+    """Reorder uint8 scales [rows, blocks in a row] to cuBLAS's flat order: tiles of 128 x 4 one
+    after the other, and in a tile row 32 i + j at place 4 j + i, so that each thread finds its four
+    rows side by side."""
     scales = pad(scales, 128, 4)
     tiles = scales.view(scales.shape[0] // 128, 4, 32, scales.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

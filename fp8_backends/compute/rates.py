@@ -1,6 +1,8 @@
-"""Seconds of matrix products and casts by shape and chip, and every constant of the time model with its source.
+"""Seconds of matrix products and casts by shape and chip, and every constant of the time model with
+its source.
 
-Calibrated on this project's records of one H200 in `benchmarks/results`; other chips by their published limits.
+Calibrated on this project's records of one H200 in `benchmarks/results`; other chips by their
+published limits.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ CURVES = {
     FP32_RESULT: (7.3375e-16, 3.2876e-14, 4.8715e-13, 1.2860e-13),
     ROWWISE: (6.6934e-16, 7.1109e-14, 2.9389e-13, 4.0101e-14),
 }
-"""Seconds of a FLOP of [m, k] x [k, n], 1 / rate = c0 + c1 / m + c2 / k + c3 / n, under a sustained load of an H200:
-fitted to the 22 shapes of `limits_gpu.json` by `benchmarks/ahead/rates.py` (median error below 4 %)."""
+"""Seconds of a FLOP of [m, k] x [k, n], 1 / rate = c0 + c1 / m + c2 / k + c3 / n, under a sustained
+load of an H200: fitted to the 22 shapes of `limits_gpu.json` by `benchmarks/ahead/rates.py` (median
+error below 4 %)."""
 
 
 class Rates(NamedTuple):
@@ -40,22 +43,27 @@ class Rates(NamedTuple):
     link: float
     """Bytes/s to other devices of the machine, in one direction."""
     network: float
-    """Bytes/s of one device to other machines: 400 Gb/s a GPU with NVLink, else 100 Gb/s, as in the data centres of
-    the published runs."""
+    """Bytes/s of one device to other machines: 400 Gb/s a GPU with NVLink, else 100 Gb/s, as in the
+    data centres of the published runs."""
     source: str
 
 
 CHIPS = {
-    "h200": Rates(989e12, 1979e12, 4.8e12, 450e9, 50e9, "measured on an H200 (but for the network)"),
-    "h100": Rates(989e12, 1979e12, 3.35e12, 450e9, 50e9, "the H200's curves by the H100's limits (SXM)"),
+    "h200": Rates(
+        989e12, 1979e12, 4.8e12, 450e9, 50e9, "measured on an H200 (but for the network)"
+    ),
+    "h100": Rates(
+        989e12, 1979e12, 3.35e12, 450e9, 50e9, "the H200's curves by the H100's limits (SXM)"
+    ),
     "b200": Rates(2250e12, 4500e12, 7.67e12, 900e9, 50e9, "a roofline"),
     "l40s": Rates(362e12, 733e12, 0.864e12, 32e9, 12.5e9, "a roofline"),
     "rtx4090": Rates(165.2e12, 330.3e12, 1.008e12, 32e9, 12.5e9, "a roofline"),
     "rtx5090": Rates(209.5e12, 419e12, 1.792e12, 64e9, 12.5e9, "a roofline"),
 }
-"""By the name in `chips.PRODUCTS`. Limits as listed by: glennklockwood.com/garden/processors/h100, itkb.uw.cz (H200,
-NVLink of Blackwell), torchao's `testing/training/roofline_utils.py` at 36027d8 (B200, RTX 5090), mullet.se (NVIDIA's
-data sheet of the L40S), waredb.com (RTX 4090). PCIe 4 x16 and 5 x16 without NVLink."""
+"""By the name in `chips.PRODUCTS`. Limits as listed by: glennklockwood.com/garden/processors/h100,
+itkb.uw.cz (H200, NVLink of Blackwell), torchao's `testing/training/roofline_utils.py` at 36027d8
+(B200, RTX 5090), mullet.se (NVIDIA's data sheet of the L40S), waredb.com (RTX 4090). PCIe 4 x16 and
+5 x16 without NVLink."""
 H200 = CHIPS["h200"]
 OF_KIND = {"ada": "rtx4090", "hopper": "h200", "blackwell": "b200", "rtx-blackwell": "rtx5090"}
 """The chip that stands for a kind, by the key in `chips.CHIPS`."""
@@ -66,39 +74,63 @@ class Constant(NamedTuple):
     source: str
 
 
-_STEPS = "fitted to 18 steps of step_1b_gpu.json and step_8b_gpu.json (`benchmarks/ahead/fit_step.py`)"
+_STEPS = (
+    "fitted to 18 steps of step_1b_gpu.json and step_8b_gpu.json (`benchmarks/ahead/fit_step.py`)"
+)
 _INDUCTOR = "bytes in Inductor's code over the bytes of separate kernels, ahead_H200_rates.json"
 CONSTANTS = {
-    "memory": Constant(0.77, "bandwidth of a kernel over the data sheet's: quantize_gpu.json, delayed"),
+    "memory": Constant(
+        0.77, "bandwidth of a kernel over the data sheet's: quantize_gpu.json, delayed"
+    ),
     "bf16 in a step": Constant(1.20, f"rate over the sustained load's (a cooler chip): {_STEPS}"),
     "FP8 in a step": Constant(1.03, f"the same for FP8: {_STEPS}"),
     "attention": Constant(0.50, f"FLOP/s over the bf16 limit, forward and backward: {_STEPS}"),
-    "compiled bytes": Constant(0.45, f"bytes of a compiled block's other kernels over the eager ones: {_STEPS}"),
+    "compiled bytes": Constant(
+        0.45, f"bytes of a compiled block's other kernels over the eager ones: {_STEPS}"
+    ),
     "launch": Constant(13e-6, f"seconds from one small kernel to the next in eager code: {_STEPS}"),
-    "compiled launches": Constant(0.4, "kernels of a compiled layer over an eager one's, ahead_H200_rates.json"),
+    "compiled launches": Constant(
+        0.4, "kernels of a compiled layer over an eager one's, ahead_H200_rates.json"
+    ),
     "compiled dynamic": Constant(0.54, _INDUCTOR),
     "compiled delayed": Constant(0.37, _INDUCTOR),
     "compiled rowwise": Constant(0.66, _INDUCTOR),
     "compiled ao": Constant(0.80, _INDUCTOR),
-    "eager ao": Constant(111, "bytes an element of a cast, linear_eager_gpu.json at 8192 x 8192 x 8192"),
+    "eager ao": Constant(
+        111, "bytes an element of a cast, linear_eager_gpu.json at 8192 x 8192 x 8192"
+    ),
     "rowwise kernel": Constant(0.75, "bandwidth of a cast over that of delayed, quantize_gpu.json"),
-    "blockwise kernel": Constant(0.62, "bandwidth of a cast over that of delayed, quantize_gpu.json"),
+    "blockwise kernel": Constant(
+        0.62, "bandwidth of a cast over that of delayed, quantize_gpu.json"
+    ),
     "mxfp8 kernel": Constant(0.43, "bandwidth of a cast over that of delayed, quantize_gpu.json"),
-    "fused head": Constant(0.53, "bytes outside the layers with a fused head over without, ahead_H200_rates.json"),
-    "host bf16": Constant(160e-6, "seconds of an eager Linear's step on the host, linear_eager_gpu.json, least"),
+    "fused head": Constant(
+        0.53, "bytes outside the layers with a fused head over without, ahead_H200_rates.json"
+    ),
+    "host bf16": Constant(
+        160e-6, "seconds of an eager Linear's step on the host, linear_eager_gpu.json, least"
+    ),
     "host native": Constant(980e-6, "the same, native:dynamic"),
     "host te": Constant(1150e-6, "the same, te"),
     "host ao": Constant(2100e-6, "the same, ao"),
-    "optimizer O0": Constant(9.17e-12, "seconds an element on an H200 (28 bytes), optimizer_gpu.json"),
+    "optimizer O0": Constant(
+        9.17e-12, "seconds an element on an H200 (28 bytes), optimizer_gpu.json"
+    ),
     "optimizer O1": Constant(7.60e-12, "the same; at levels also 9 bytes to cast the gradient"),
     "optimizer O2": Constant(6.40e-12, "the same"),
     "optimizer O3": Constant(7.20e-12, "the same"),
     "optimizer O4": Constant(10.24e-12, "the same"),
     "wire": Constant(0.7, "bandwidth of a collective over the link's: assumed"),
-    "exposed": Constant(0.15, "share of the wire outside the computation (first gather, last bucket): assumed"),
-    "spread of seconds": Constant(0.07, "the largest logarithm of predicted over measured in the 18 steps"),
+    "exposed": Constant(
+        0.15, "share of the wire outside the computation (first gather, last bucket): assumed"
+    ),
+    "spread of seconds": Constant(
+        0.07, "the largest logarithm of predicted over measured in the 18 steps"
+    ),
     "spread of ratios": Constant(0.08, "the same for the FP8 steps over bf16's"),
-    "spread by roofline": Constant(0.25, "added in quadrature on other chips (a third of it on ratios): assumed"),
+    "spread by roofline": Constant(
+        0.25, "added in quadrature on other chips (a third of it on ratios): assumed"
+    ),
 }
 
 
@@ -114,9 +146,13 @@ def rate(kind: str, m: float, k: float, n: float, chip: Rates = H200) -> float:
     return 1 / (by_flop * limit + traffic * max(limit, H200.memory / chip.memory))
 
 
-def product_seconds(kind: str, m: float, k: float, n: float, chip: Rates = H200, sustained: bool = False) -> float:
+def product_seconds(
+    kind: str, m: float, k: float, n: float, chip: Rates = H200, sustained: bool = False
+) -> float:
     """Return the seconds of a product in a training step, or under a load of products only."""
-    in_a_step = 1.0 if sustained else constant("bf16 in a step" if kind == BF16 else "FP8 in a step")
+    in_a_step = (
+        1.0 if sustained else constant("bf16 in a step" if kind == BF16 else "FP8 in a step")
+    )
     return 2 * m * k * n / rate(kind, m, k, n, chip) / in_a_step
 
 
@@ -125,7 +161,8 @@ def memory_seconds(bytes_: float, chip: Rates) -> float:
 
 
 class Casts(NamedTuple):
-    """Kernels around the products of a backend: bytes an element of a bf16 operand, and kernels a Linear."""
+    """Kernels around the products of a backend: bytes an element of a bf16 operand, and kernels a
+    Linear."""
 
     bytes: float
     reads: float
@@ -142,7 +179,9 @@ def casts_of(compute: str, scaling: str, compiled: bool) -> Casts:
     if compute == "ao":
         bytes_ = bytes_ * constant("compiled ao") if compiled else constant("eager ao")
     elif compiled and compute == "native" and scaling not in ("blockwise", "mxfp8"):
-        bytes_ *= constant(f"compiled {'delayed' if reads == 1 else 'rowwise' if 'row' in scaling else 'dynamic'}")
+        bytes_ *= constant(
+            f"compiled {'delayed' if reads == 1 else 'rowwise' if 'row' in scaling else 'dynamic'}"
+        )
     return Casts(bytes_, reads, 3 * reads)
 
 
@@ -163,15 +202,24 @@ TOKENS = 8192
 
 
 def linear_gain(
-    sizes: Iterable[tuple[int, int]], compute: str, scaling: str, chip: Rates, tokens: float = TOKENS
+    sizes: Iterable[tuple[int, int]],
+    compute: str,
+    scaling: str,
+    chip: Rates,
+    tokens: float = TOKENS,
 ) -> float:
-    """Return the speed of compiled Linears, (in, out) each, in FP8 over bf16, forward and backward."""
+    """Return the speed of compiled Linears, (in, out) each, in FP8 over bf16, forward and
+    backward."""
     casts, kinds = casts_of(compute, scaling, True), kinds_of(compute, scaling)
     bf16 = fp8 = 0.0
     for k, n in sizes:
         shapes = {product: shape_of(product, tokens, k, n) for product in kinds}
-        bf16 += sum(product_seconds(BF16, *shape, chip) for shape in shapes.values()) + memory_seconds(12 * k * n, chip)
-        fp8 += sum(product_seconds(kinds[product], *shape, chip) for product, shape in shapes.items())
+        bf16 += sum(
+            product_seconds(BF16, *shape, chip) for shape in shapes.values()
+        ) + memory_seconds(12 * k * n, chip)
+        fp8 += sum(
+            product_seconds(kinds[product], *shape, chip) for product, shape in shapes.items()
+        )
         fp8 += memory_seconds(casts.bytes * (tokens * (k + n) + 2 * k * n), chip)
         fp8 += casts.launches * constant("compiled launches") * constant("launch")
     return bf16 / fp8
@@ -180,7 +228,9 @@ def linear_gain(
 def pays_from(compute: str, scaling: str, chip: Rates, tokens: int = TOKENS) -> str:
     """Name the least width, in steps of 64, of square Linears that FP8 makes faster."""
     widths = range(64, 65_536 + 1, 64)
-    first = bisect.bisect(widths, False, key=lambda n: linear_gain([(n, n)], compute, scaling, chip, tokens) > 1)
+    first = bisect.bisect(
+        widths, False, key=lambda n: linear_gain([(n, n)], compute, scaling, chip, tokens) > 1
+    )
     if first == len(widths):
         return f"no Linear is predicted to be faster in FP8 at {tokens:,} tokens"
     width = widths[first]

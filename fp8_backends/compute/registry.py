@@ -1,7 +1,8 @@
 """Find the `Compute` for a backend's name, and ask it if it can run here.
 
-A backend is imported at its first use. Third parties add one with `register_backend`, or with an entry point in the
-group `fp8_backends.backends`: a `Compute` subclass, or a function that returns an instance:
+A backend is imported at its first use. Third parties add one with `register_backend`, or with an
+entry point in the group `fp8_backends.backends`: a `Compute` subclass, or a function that returns
+an instance:
 
     [options.entry_points]
     fp8_backends.backends =
@@ -47,20 +48,28 @@ def load(folder: str) -> None:
 
 
 def register_backend(name: str, factory: Callable[[], Compute], replace: bool = False) -> None:
-    """Make `name` a valid backend. `factory`, a `Compute` subclass or a function that returns an instance, is called
-    once, without arguments, at its first use. `replace`: replace an existing backend, also a built-in one. Raises
-    `RecipeError` for a name that is taken or does not fit into a backend string."""
+    """Make `name` a valid backend. `factory`, a `Compute` subclass or a function that returns an
+    instance, is called once, without arguments, at its first use. `replace`: replace an existing
+    backend, also a built-in one. Raises `RecipeError` for a name that is taken or does not fit into
+    a backend string."""
     key = name.lower() if isinstance(name, str) else ""
     if not re.fullmatch(r"[a-z][a-z0-9_.-]{,99}", key):
         raise RecipeError(
-            f"backend name {shown(name)}: up to 100 letters, digits, '_', '-' and '.' are allowed, a letter first"
+            f"backend name {shown(name)}: up to 100 letters, digits, '_', '-' and '.' are allowed, "
+            "a letter first"
         )
     if key in RESERVED or key in ALIASES:
-        raise RecipeError(f"backend name {name!r} has a meaning of its own in a backend string; choose another")
+        raise RecipeError(
+            f"backend name {name!r} has a meaning of its own in a backend string; choose another"
+        )
     if not callable(factory):
-        raise RecipeError(f"backend {name!r}: the factory must be callable, not {type(factory).__name__}")
+        raise RecipeError(
+            f"backend {name!r}: the factory must be callable, not {type(factory).__name__}"
+        )
     if key in valid_names() and not replace:
-        raise RecipeError(f"backend {name!r} exists; pass replace=True to replace it, or choose another name")
+        raise RecipeError(
+            f"backend {name!r} exists; pass replace=True to replace it, or choose another name"
+        )
     factories[key] = factory
     instances.pop(key, None)
 
@@ -71,13 +80,15 @@ def valid_names() -> list[str]:
 
 
 def is_known(name: str) -> bool:
-    """Return True for a backend's name. Reads entry points from disk only for a name not known otherwise."""
+    """Return True for a backend's name. Reads entry points from disk only for a name not known
+    otherwise."""
     return name in BUILT_IN or name in factories or name in _entry_points()
 
 
 def get_compute(name: str) -> Compute:
-    """Return the backend with a name, in any case, aliases included: one instance a process. Raises `RecipeError` for
-    an unknown name, `FP8BackendError` if a third party's backend fails to load."""
+    """Return the backend with a name, in any case, aliases included: one instance a process. Raises
+    `RecipeError` for an unknown name, `FP8BackendError` if a third party's backend fails to
+    load."""
     key = ALIASES.get(name.lower(), name.lower())
     if key not in instances:
         instances.setdefault(key, _load(key))  # another thread may have been first
@@ -90,33 +101,41 @@ def available_backends() -> dict[str, Availability]:
 
 
 def auto_choice(fits: Callable[[str], bool] = lambda backend: True) -> Choice:
-    """Return the meaning of `auto` here: on a GPU with FP8 products `te` if it can run, else a backend proven there.
-    `fits` returns True if the backend of a name, `ao` or `native`, honours the given fields."""
+    """Return the meaning of `auto` here: on a GPU with FP8 products `te` if it can run, else a
+    backend proven there. `fits` returns True if the backend of a name, `ao` or `native`, honours
+    the given fields."""
     chip = hardware.chip()
     if not chip.fp8:
         return chips.auto_on(chip)
-    te_runs = importlib.util.find_spec("transformer_engine") is not None and bool(_availability("te"))
+    te_runs = importlib.util.find_spec("transformer_engine") is not None and bool(
+        _availability("te")
+    )
     return chips.auto_on(chip, te_runs, bool(_availability("ao")) and fits("ao"), fits("native"))
 
 
 def check_available(recipe: Recipe) -> None:
-    """Raise `BackendUnavailableError`, with the fix, if this valid recipe cannot run on this machine."""
+    """Raise `BackendUnavailableError`, with the fix, if this valid recipe cannot run on this
+    machine."""
     for each in recipe.recipes:
         answer = get_compute(each.compute).availability()
         if not answer:
-            raise BackendUnavailableError(f"{each.name} cannot run here: {answer.reason}. Fix: {answer.fix}")
+            raise BackendUnavailableError(
+                f"{each.name} cannot run here: {answer.reason}. Fix: {answer.fix}"
+            )
 
 
 def unknown_backend(word: str) -> RecipeError:
     """Return the error for an unknown name."""
     if word.strip().lower() in ("off", "no", "none", "false", "bf16", "fp16", "fp32"):
         without = 'Accelerator(mixed_precision="bf16"), or "fp16" or "no", and no FP8 recipe'
-        return RecipeError(f"backend {shown(word)} names no FP8: to train without it, write {without}")
+        return RecipeError(
+            f"backend {shown(word)} names no FP8: to train without it, write {without}"
+        )
     choices = [*valid_names(), *ALIASES, *RESERVED]
     supported = "; ".join(f"{name}[:{'|'.join(_known_scalings(name))}]" for name in valid_names())
     return RecipeError(
-        f"unknown backend {shown(word)}{closest(word, choices)}. Valid, in any case: auto; {supported}; "
-        "msamp[:O0|O1|O2|O3|O4]; COMPUTE[:SCALING]+msamp[:LEVEL]"
+        f"unknown backend {shown(word)}{closest(word, choices)}. Valid, in any case: auto; "
+        f"{supported}; msamp[:O0|O1|O2|O3|O4]; COMPUTE[:SCALING]+msamp[:LEVEL]"
     )
 
 
@@ -140,7 +159,8 @@ def _load(key: str) -> Compute:
         factory = entry_point.load()
     except Exception as error:
         raise FP8BackendError(
-            f"backend {key!r} of {entry_point.dist.name if entry_point.dist else entry_point.value} does not load: "
+            f"backend {key!r} of "
+            f"{entry_point.dist.name if entry_point.dist else entry_point.value} does not load: "
             f"{type(error).__name__}: {error}"
         ) from error
     return _checked(key, factory)
@@ -153,21 +173,32 @@ def _checked(key: str, factory: Callable[[], Compute]) -> Compute:
     except FP8BackendError:
         raise
     except Exception as error:
-        raise FP8BackendError(f"backend {key!r}: its factory raised {type(error).__name__}: {error}") from error
+        raise FP8BackendError(
+            f"backend {key!r}: its factory raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(compute, Compute):
         raise FP8BackendError(
-            f"backend {key!r}: the factory returned {type(compute).__name__}, not a fp8_backends.compute.Compute"
+            f"backend {key!r}: the factory returned {type(compute).__name__}, not a "
+            "fp8_backends.compute.Compute"
         )
     scalings, levels = (getattr(compute, name, None) for name in ("scalings", "levels"))
     if not _are_words(scalings) or getattr(compute, "default_scaling", None) not in scalings:
-        raise FP8BackendError(f"backend {key!r}: scalings must name its rules, and default_scaling one of them")
+        raise FP8BackendError(
+            f"backend {key!r}: scalings must name its rules, and default_scaling one of them"
+        )
     if not _are_words(levels) or not set(levels) <= set(LEVELS):
-        raise FP8BackendError(f"backend {key!r}: levels={shown(levels)} must name some of {', '.join(LEVELS)}")
+        raise FP8BackendError(
+            f"backend {key!r}: levels={shown(levels)} must name some of {', '.join(LEVELS)}"
+        )
     return compute
 
 
 def _are_words(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(word, str) for word in value)
+    return (
+        isinstance(value, (tuple, list))
+        and bool(value)
+        and all(isinstance(word, str) for word in value)
+    )
 
 
 def _availability(name: str) -> Availability:
@@ -178,5 +209,9 @@ def _availability(name: str) -> Availability:
 
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    """Return entry points by name in lower case. Built-in and registered names precede them (`_load`)."""
-    return {point.name.lower(): point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    """Return entry points by name in lower case. Built-in and registered names precede them
+    (`_load`)."""
+    return {
+        point.name.lower(): point
+        for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    }

@@ -1,14 +1,18 @@
-"""Sum FP8 products as the tensor cores of a chip do: in groups of 16 or 32, in fewer bits than FP32.
+"""Sum FP8 products as the tensor cores of a chip do: in groups of 16 or 32, in fewer bits than
+FP32.
 
-Each group adds its products, and the sum so far, as fixed-point numbers: aligned to the largest exponent of the terms
-and truncated below. The exponent of a product is the sum of its operands' exponents. Source of the rule: F. A. Khattak
-and M. Mikaitis, "Accurate Models of NVIDIA Tensor Cores", ACM TACO 23(3), 2026, arXiv:2512.07004, and their models in
+Each group adds its products, and the sum so far, as fixed-point numbers: aligned to the largest
+exponent of the terms and truncated below. The exponent of a product is the sum of its operands'
+exponents. Source of the rule: F. A. Khattak and M. Mikaitis, "Accurate Models of NVIDIA Tensor
+Cores", ACM TACO 23(3), 2026, arXiv:2512.07004, and their models in
 github.com/north-numerical-computing/MATLAB-tensor-core.
 
-What is checked, to the bit: recordings of single instructions, with K = 32, of H100 and H200 (`wgmma`), L40S and Ada
-(`mma.sync`) and B200 (`mma.sync`, not the `tcgen05` of its cuBLAS); 276,480 results of `torch._scaled_mm` on an H200,
-up to K = 14,336, with one scale or rowwise scales; and the PyPI package mmaemu, validated on an H100 PCIe and an RTX
-4060. Not modelled: cuBLAS may split the contraction of a product with few rows and columns over several sums.
+What is checked, to the bit: recordings of single instructions, with K = 32, of H100 and H200
+(`wgmma`), L40S and Ada (`mma.sync`) and B200 (`mma.sync`, not the `tcgen05` of its cuBLAS); 276,480
+results of `torch._scaled_mm` on an H200, up to K = 14,336, with one scale or rowwise scales; and
+the PyPI package mmaemu, validated on an H100 PCIe and an RTX
+4060. Not modelled: cuBLAS may split the contraction of a product with few rows and columns over
+several sums.
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ class Sums(NamedTuple):
     least_exponent: int
     """Smallest exponent that terms are aligned to."""
     adds_in_fp32: bool = False
-    """True if the sum so far is no term of the next group: the group's sum is added to it in FP32, rounded to nearest.
-    Fast accumulation makes no difference then."""
+    """True if the sum so far is no term of the next group: the group's sum is added to it in FP32,
+    rounded to nearest. Fast accumulation makes no difference then."""
 
 
 CHIPS = {
@@ -52,7 +56,13 @@ CHIPS = {
     "b200": Sums(group=32, bits=25, result_bits=23, least_exponent=-133, adds_in_fp32=True),
 }
 """Chips with recorded sums."""
-ALIASES = {"h200": "h100", "h20": "h100", "h800": "h100", "gh200": "h100", "hopper": "h100"} | dict.fromkeys(
+ALIASES = {
+    "h200": "h100",
+    "h20": "h100",
+    "h800": "h100",
+    "gh200": "h100",
+    "hopper": "h100",
+} | dict.fromkeys(
     ("l4", "l40", "l40s", "rtx40", "rtx4060", "rtx4070", "rtx4080", "rtx4090", "rtx6000ada"), "ada"
 )
 OF_CHIP = {"hopper": "h100", "ada": "ada", "blackwell": "b200"}
@@ -61,7 +71,11 @@ _FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
 
 
 def product(
-    a: torch.Tensor, b: torch.Tensor, chip: str, fast_accumulation: bool = True, c: torch.Tensor | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    chip: str,
+    fast_accumulation: bool = True,
+    c: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return a [M, K] @ b [N, K].T + c in FP32, with the sums of a chip.
 
@@ -79,13 +93,16 @@ def product(
     if name == EXACT:
         return (a.double() @ b.double().t() + (0 if c is None else c)).float()
     if c is None:
-        return (_operator if torch.compiler.is_compiling() else _product)(a, b, name, fast_accumulation)
+        return (_operator if torch.compiler.is_compiling() else _product)(
+            a, b, name, fast_accumulation
+        )
     return by_reference(a, b, CHIPS[name], fast_accumulation, c)
 
 
 def sum_lost(a: torch.Tensor, b: torch.Tensor, chip: str, fast_accumulation: bool) -> float:
-    """Return the share of exact sums lost by a chip: 1 - sum(chip's * sign(exact)) / sum(|exact|), over the elements of
-    a @ b.T. Errors of both signs cancel, sums drawn to zero add up. Negative for a gain; NaN for sums of zero."""
+    """Return the share of exact sums lost by a chip: 1 - sum(chip's * sign(exact)) / sum(|exact|),
+    over the elements of a @ b.T. Errors of both signs cancel, sums drawn to zero add up. Negative
+    for a gain; NaN for sums of zero."""
     sums, exact = product(a, b, chip, fast_accumulation).double(), a.double() @ b.double().t()
     return 1 - ((sums * exact.sign()).sum() / exact.abs().sum()).item()
 
@@ -95,7 +112,9 @@ def name_of(chip: str) -> str:
     name = chip.lower().replace(" ", "").replace("-", "").replace("_", "")
     name = ALIASES.get(name, name)
     if name != EXACT and name not in CHIPS:
-        raise RecipeError(f"no recorded sums of {chip!r}: there are recordings of {', '.join((*CHIPS, *ALIASES))}")
+        raise RecipeError(
+            f"no recorded sums of {chip!r}: there are recordings of {', '.join((*CHIPS, *ALIASES))}"
+        )
     return name
 
 
@@ -104,12 +123,22 @@ def _product(a: torch.Tensor, b: torch.Tensor, chip: str, fast_accumulation: boo
     sums, result = CHIPS[chip], torch.zeros(a.shape[0], b.shape[0], device=a.device)
     compiled = library().loaded() if a.device.type == "cpu" else None
     if compiled is None:  # rows by rows, for the memory of all products
-        parts = zip(*(x.split(max(1, 2**18 // max(1, b.shape[0]))) for x in (a, result)), strict=True)
+        parts = zip(
+            *(x.split(max(1, 2**18 // max(1, b.shape[0]))) for x in (a, result)), strict=True
+        )
         return torch.cat([by_reference(rows, b, sums, fast_accumulation, c) for rows, c in parts])
     (a, a_values), (b, b_values) = ((x.contiguous(), _decoded(x.dtype)) for x in (a, b))
     pointers = (x.data_ptr() for x in (a, b, a_values, b_values, result))
     promotes = not fast_accumulation and not sums.adds_in_fp32
-    numbers = (*result.shape, a.shape[1], sums.group, sums.bits, sums.result_bits, promotes, sums.adds_in_fp32)
+    numbers = (
+        *result.shape,
+        a.shape[1],
+        sums.group,
+        sums.bits,
+        sums.result_bits,
+        promotes,
+        sums.adds_in_fp32,
+    )
     compiled.add_products(ctypes.byref(_Table(*pointers, *numbers, torch.get_num_threads())))
     if all(_is_finite(x) for x in (a, b)):
         return result
@@ -126,20 +155,28 @@ def _(a, b, chip, fast_accumulation) -> torch.Tensor:
 
 
 class _Table(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("a", "b", "a_values", "b_values", "result")] + [
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("a", "b", "a_values", "b_values", "result")
+    ] + [
         (name, ctypes.c_int64)
-        for name in "rows columns contraction group bits result_bits promotes adds_in_fp32 threads".split()
+        for name in "rows columns contraction group bits result_bits promotes adds_in_fp32 "
+        "threads".split()
     ]
 
 
 @functools.cache
 def library() -> Library:
-    return Library(Path(kernels.__file__).with_name("tensor_cores.cpp"), flags(), "the emulation of tensor cores")
+    return Library(
+        Path(kernels.__file__).with_name("tensor_cores.cpp"),
+        flags(),
+        "the emulation of tensor cores",
+    )
 
 
 @functools.cache
 def _decoded(dtype: torch.dtype) -> torch.Tensor:
-    """Return the FP32 values of 256 codes, then the powers of two of their exponents; 0 for both if not finite."""
+    """Return the FP32 values of 256 codes, then the powers of two of their exponents; 0 for both if
+    not finite."""
     values = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).double()
     values = values.where(values.isfinite(), 0)
     powers = _power_of_two(_exponent(values, _FORMATS[dtype])).where(values != 0, 0)
@@ -148,7 +185,9 @@ def _decoded(dtype: torch.dtype) -> torch.Tensor:
 
 def _is_finite(codes: torch.Tensor) -> bool:
     magnitudes = codes.view(torch.uint8) & 0x7F
-    return not magnitudes.numel() or int(magnitudes.max()) < (0x7F if codes.dtype == E4M3.dtype else 0x7C)
+    return not magnitudes.numel() or int(magnitudes.max()) < (
+        0x7F if codes.dtype == E4M3.dtype else 0x7C
+    )
 
 
 def by_reference(
@@ -162,13 +201,18 @@ def by_reference(
 
 
 def reference(a: torch.Tensor, b: torch.Tensor, sums: Sums, c: torch.Tensor) -> torch.Tensor:
-    """Return c [M, N] plus all products of a [M, K] and b [N, K], group after group. FP64 holds every step exactly."""
-    (a, a_exponent), (b, b_exponent) = ((x.double(), _exponent(x.double(), _FORMATS[x.dtype])) for x in (a, b))
+    """Return c [M, N] plus all products of a [M, K] and b [N, K], group after group. FP64 holds
+    every step exactly."""
+    (a, a_exponent), (b, b_exponent) = (
+        (x.double(), _exponent(x.double(), _FORMATS[x.dtype])) for x in (a, b)
+    )
     total = c.double()
     for start in range(0, a.shape[1], sums.group):
         k = slice(start, start + sums.group)
         terms = a[:, None, k] * b[None, :, k]
-        exponents = (a_exponent[:, None, k] + b_exponent[None, :, k]).where(terms != 0, sums.least_exponent)
+        exponents = (a_exponent[:, None, k] + b_exponent[None, :, k]).where(
+            terms != 0, sums.least_exponent
+        )
         largest = exponents.amax(-1).clamp(min=sums.least_exponent)
         first = torch.zeros_like(total) if sums.adds_in_fp32 else total
         unit = _power_of_two(largest.maximum(_exponent(first)) - sums.bits)
@@ -180,7 +224,8 @@ def reference(a: torch.Tensor, b: torch.Tensor, sums: Sums, c: torch.Tensor) -> 
 
 
 def _exponent(x: torch.Tensor, fmt: Format | None = None) -> torch.Tensor:
-    """Return the exponents of FP64 numbers; subnormal ones of a format have its smallest normal exponent."""
+    """Return the exponents of FP64 numbers; subnormal ones of a format have its smallest normal
+    exponent."""
     exponent = torch.frexp(x).exponent - 1
     exponent = exponent if fmt is None else exponent.clamp(min=fmt.min_exponent)
     return exponent.where(x != 0, -1000)

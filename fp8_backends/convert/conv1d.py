@@ -1,6 +1,7 @@
 """Show transformers' `Conv1D`, the layer of GPT-2 with weight [in, out], to backends as a Linear.
 
-Nothing is imported from transformers here before a model with such a layer is converted or unpickled.
+Nothing is imported from transformers here before a model with such a layer is converted or
+unpickled.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from ..compute.interface import TransposedLinear
 
 
 def conv1d_class() -> Any:
-    """Return transformers' class, or an empty tuple for `isinstance` if transformers was never imported."""
+    """Return transformers' class, or an empty tuple for `isinstance` if transformers was never
+    imported."""
     return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
 
 
@@ -33,7 +35,8 @@ def as_linear(conv: nn.Module) -> TransposedLinear:
 
 
 def adapted(carrier: nn.Linear) -> nn.Module:
-    """Turn a backend's FP8 layer for `as_linear` into a `Conv1D`, which PEFT and others tell the layout by."""
+    """Turn a backend's FP8 layer for `as_linear` into a `Conv1D`, which PEFT and others tell the
+    layout by."""
     carrier.__class__ = fp8_form(type(carrier))
     return carrier
 
@@ -64,7 +67,10 @@ def fp8_form(linear: type[nn.Linear]) -> type[nn.Module]:
     from transformers.pytorch_utils import Conv1D
 
     name = linear.__name__.replace("Linear", "Conv1D")
-    in_pickles = {"__module__": __name__, "__qualname__": f"{linear.__module__}.{linear.__name__}".replace(".", "/")}
+    in_pickles = {
+        "__module__": __name__,
+        "__qualname__": f"{linear.__module__}.{linear.__name__}".replace(".", "/"),
+    }
     return type(name, (_Shown, linear.__bases__[0], Conv1D), in_pickles)
 
 

@@ -1,8 +1,8 @@
 """Walk a model, choose layers, and swap them in place, for every backend.
 
-The backend builds a carrier, an FP8 layer around the same Parameters; its class and added attributes move onto the
-model's own Linear, so every reference to the module stays valid. 3-D weights of mixtures of experts get FP8 layers as
-children of the module that multiplies by them.
+The backend builds a carrier, an FP8 layer around the same Parameters; its class and added
+attributes move onto the model's own Linear, so every reference to the module stays valid. 3-D
+weights of mixtures of experts get FP8 layers as children of the module that multiplies by them.
 """
 
 import difflib
@@ -24,7 +24,14 @@ from ..compute.registry import get_compute
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.fields import BF16
 from ..recipes.handlers import Recipe, differences
-from ..torch_tools.modules import CONVERSION, PLAIN_CONVERSION, Conversion, check_is_module, follows_class, plain_name
+from ..torch_tools.modules import (
+    CONVERSION,
+    PLAIN_CONVERSION,
+    Conversion,
+    check_is_module,
+    follows_class,
+    plain_name,
+)
 from . import features
 from .first_step import Observed
 from .weight_products import (
@@ -59,7 +66,8 @@ class Prepared:
     shared: dict[Recipe, Any] = field(default_factory=dict)
     """Results of `Compute.new_shared`: state for all layers of this model by recipe."""
     attached: set[tuple[str, Any]] = field(default_factory=set)
-    """Additions of `compute.attach` to the root: (attribute name, hook key); None stands for the whole attribute."""
+    """Additions of `compute.attach` to the root: (attribute name, hook key); None stands for the
+    whole attribute."""
     undo: list[Callable[[nn.Module], None]] = field(default_factory=list, repr=False, compare=False)
     """Undo later changes of the root when the model is restored."""
     profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -72,9 +80,15 @@ class Prepared:
 
     @property
     def name(self) -> str:
-        """The backend string, with the layers of `layers`: `native:dynamic + 4 layers mxfp8 + 2 bf16`."""
-        named = sorted((p for p in self.report.products if p.recipe), key=lambda product: product.recipe == BF16)
-        words = Counter(product.recipe for product in named if product.recipe == BF16 or product.state == FP8)
+        """The backend string, with the layers of `layers`: `native:dynamic + 4 layers mxfp8 + 2
+        bf16`."""
+        named = sorted(
+            (p for p in self.report.products if p.recipe),
+            key=lambda product: product.recipe == BF16,
+        )
+        words = Counter(
+            product.recipe for product in named if product.recipe == BF16 or product.state == FP8
+        )
         texts = [self.recipe.name]
         for word, number in words.items():
             noun = "" if texts[1:] else " layer" if number == 1 else " layers"
@@ -85,11 +99,13 @@ class Prepared:
 def convert(model: nn.Module, recipe: Recipe) -> Prepared:
     """Convert the layers of `model` in place for a resolved recipe, all of them or none.
 
-    Converting again with an equal recipe only converts layers added since. Parts converted earlier count as converted.
-    A model is converted inside its DDP, DataParallel or `torch.compile` wrapper.
+    Converting again with an equal recipe only converts layers added since. Parts converted earlier
+    count as converted. A model is converted inside its DDP, DataParallel or `torch.compile`
+    wrapper.
 
     Raises:
-        RecipeError: `include` or `exclude` name nothing, or the model is prepared with another recipe.
+        RecipeError: `include` or `exclude` name nothing, or the model is prepared with another
+            recipe.
         FP8BackendError: no layer can run in FP8 (a warning if the recipe has `on_unproven="warn"`).
     """
     root, compute = unwrapped(model), compute_of(recipe)
@@ -128,14 +144,17 @@ def convert(model: nn.Module, recipe: Recipe) -> Prepared:
 
 
 def _swap_all(root: nn.Module, swaps: list, part_layers: list, new: Prepared | None) -> None:
-    """Swap layers, attach those of parts and the hooks of a new root; undo everything on an error."""
+    """Swap layers, attach those of parts and the hooks of a new root; undo everything on an
+    error."""
     with ExitStack() as undo:
         for module, *swap in swaps:
             undo.callback(restore_layer, module)
             swap_class(module, *swap)
         for module, layers, recipe in part_layers:
             for layer in layers.values():
-                layer.__dict__[CONVERSION] = Conversion(type(layer), type(layer), (), recipe, [type(layer).detach])
+                layer.__dict__[CONVERSION] = Conversion(
+                    type(layer), type(layer), (), recipe, [type(layer).detach]
+                )
                 undo.callback(restore_layer, layer)
             layers.attach(module, recipe)
         if new is not None:
@@ -150,7 +169,8 @@ def _swap_all(root: nn.Module, swaps: list, part_layers: list, new: Prepared | N
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `prepare` on a model and all its parts, in place: plain layers again, with their current Parameters.
+    """Undo `prepare` on a model and all its parts, in place: plain layers again, with their current
+    Parameters.
 
     Weights hold their exact values in their nominal dtype. The optimizer stays unchanged.
 
@@ -158,15 +178,19 @@ def restore(model: nn.Module) -> None:
         model: prepared, or holds prepared models; any other stays unchanged.
 
     Raises:
-        FP8BackendError: a converted layer was wrapped since, such as by FSDP2; or another object refers to a weight
-            stored in another form, named; or `model` is no module.
+        FP8BackendError: a converted layer was wrapped since, such as by FSDP2; or another object
+            refers to a weight stored in another form, named; or `model` is no module.
     """
     check_is_module(model)
     modules = list(model.modules())
     for name, module in model.named_modules():
-        conversion = next((module.__dict__[mark] for mark in MARKS if mark in module.__dict__), None)
+        conversion = next(
+            (module.__dict__[mark] for mark in MARKS if mark in module.__dict__), None
+        )
         if conversion is not None and type(module) is not conversion.converted:
-            raise FP8BackendError(f"{name}: restore before wrapping: its class is {type(module).__name__} now")
+            raise FP8BackendError(
+                f"{name}: restore before wrapping: its class is {type(module).__name__} now"
+            )
     for module in modules:
         restore_layer(module)
         prepared = module.__dict__.pop(PREPARED, None)
@@ -175,37 +199,51 @@ def restore(model: nn.Module) -> None:
 
 
 def prepared_roots(model: nn.Module) -> list[tuple[str, nn.Module, Prepared]]:
-    """Return (name in `model`, module, `Prepared`) of each prepared root outside any other, inside any wrapper."""
+    """Return (name in `model`, module, `Prepared`) of each prepared root outside any other, inside
+    any wrapper."""
     named = model.named_modules()
-    roots = [(name, module, module.__dict__[PREPARED]) for name, module in named if PREPARED in module.__dict__]
+    roots = [
+        (name, module, module.__dict__[PREPARED])
+        for name, module in named
+        if PREPARED in module.__dict__
+    ]
     inner = {id(part) for _, root, _ in roots for part in root.modules() if part is not root}
     return [root for root in roots if id(root[1]) not in inner]
 
 
 def weight_products(model: nn.Module) -> list[WeightProduct]:
-    """Return the weight products of any model, prepared or not, with the reasons that need no recipe."""
+    """Return the weight products of any model, prepared or not, with the reasons that need no
+    recipe."""
     return [weight.product for weight in find_weight_products(unwrapped(model))]
 
 
 def expected(model: nn.Module, recipe: Recipe) -> ConversionReport:
-    """Predict the report of `convert`, without norms. The model stays unchanged. Raise `RecipeError` as `convert`."""
+    """Predict the report of `convert`, without norms. The model stays unchanged. Raise
+    `RecipeError` as `convert`."""
     root = unwrapped(model)
     layer_filter = LayerFilter(recipe)
     weights = _find(root, recipe, layer_filter)
-    norms = [name for name, module in root.named_modules() if "norm" in type(module).__name__.lower()]
+    norms = [
+        name for name, module in root.named_modules() if "norm" in type(module).__name__.lower()
+    ]
     _choose(weights, layer_filter, [NormLayer(plain_name(name), False, None) for name in norms])
     return ConversionReport([weight.product for weight in weights])
 
 
 def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
-    """Update the report of a prepared root for its current layers. Return the names of convertible ones added since."""
+    """Update the report of a prepared root for its current layers. Return the names of convertible
+    ones added since."""
     known = {product.name: product for product in prepared.report.products}
     layer_filter = LayerFilter(prepared.recipe)
     products = []
     for weight in _find(root, prepared.recipe, layer_filter):
         product, is_converted = weight.product, weight.conversion is not None
         before = known.get(product.name)
-        if before is not None and (before.state == FP8) == is_converted and before.sizes == product.sizes:
+        if (
+            before is not None
+            and (before.state == FP8) == is_converted
+            and before.sizes == product.sizes
+        ):
             product = before
         elif product.state == HIGH_PRECISION:
             product.reason = _reason_against(weight, layer_filter) or ADDED
@@ -217,7 +255,9 @@ def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside `torch.compile`, DDP, DataParallel and DeepSpeed's engine."""
     while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or is_engine(model):
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or is_engine(
+            model
+        ):
             model = model.module
         elif "_orig_mod" in model._modules:
             model = model._orig_mod
@@ -229,8 +269,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 class LayerFilter:
-    """The user's choice of layers: `exclude` overrides all, then `layers`; then a layer must match `include` and pass
-    `module_filter_func`. Heads, routers and adapters stay out unless a pattern of `include` with `+` names them."""
+    """The user's choice of layers: `exclude` overrides all, then `layers`; then a layer must match
+    `include` and pass `module_filter_func`. Heads, routers and adapters stay out unless a pattern
+    of `include` with `+` names them."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.layers = recipe, recipe.layers or {}
@@ -241,7 +282,8 @@ class LayerFilter:
         self.accepts = recipe.module_filter_func
 
     def check(self, weights: list[Found], norms: list[NormLayer]) -> None:
-        """Raise `RecipeError` for a pattern without a match, or one of `include` that matches only obstacles."""
+        """Raise `RecipeError` for a pattern without a match, or one of `include` that matches only
+        obstacles."""
         for pattern in (*self.include, *self.added):
             matched = _matched("include", pattern, weights)
             if all(weight.obstacle for weight in matched):
@@ -257,10 +299,13 @@ class LayerFilter:
         blocks = len(_block_names(weights))
         for name, number in self.layers.items():
             if isinstance(number, int) and number >= blocks:
-                raise RecipeError(f"layers: {name}={number}, and this model has {blocks} numbered blocks")
+                raise RecipeError(
+                    f"layers: {name}={number}, and this model has {blocks} numbered blocks"
+                )
 
     def assign_recipes(self, weights: list[Found]) -> None:
-        """Give each weight its recipe. A pattern without any other layer overrides default exclusions."""
+        """Give each weight its recipe. A pattern without any other layer overrides default
+        exclusions."""
         for weight in weights:
             weight.recipe = self.recipe
         blocks = _block_names(weights) if self.layers else []
@@ -288,19 +333,32 @@ class LayerFilter:
             return "not named in include"
         if self.accepts is not None and not self.accepts(weight.module, product.name):
             return "left out by module_filter_func"
-        chosen = self.include or self.accepts is not None or any(_matches(pattern, product) for pattern in self.added)
+        chosen = (
+            self.include
+            or self.accepts is not None
+            or any(_matches(pattern, product) for pattern in self.added)
+        )
         return None if chosen else weight.default_exclusion
 
     def excluded(self, layer: WeightProduct | NormLayer) -> str | None:
         matching = (pattern for pattern in self.exclude if _matches(pattern, layer))
         if reason := next((f"left out by exclude={pattern!r}" for pattern in matching), None):
             return reason
-        words = (word for pattern, word in self.layers.items() if isinstance(word, str) and _matches(pattern, layer))
-        return "in bf16 by layers" if isinstance(layer, NormLayer) and next(words, None) == BF16 else None
+        words = (
+            word
+            for pattern, word in self.layers.items()
+            if isinstance(word, str) and _matches(pattern, layer)
+        )
+        return (
+            "in bf16 by layers"
+            if isinstance(layer, NormLayer) and next(words, None) == BF16
+            else None
+        )
 
 
 def _matches(pattern: str, layer: WeightProduct | NormLayer) -> bool:
-    """Match an fnmatch pattern with any full name of a layer; without a dot also with any single segment of it."""
+    """Match an fnmatch pattern with any full name of a layer; without a dot also with any single
+    segment of it."""
     names = [layer.name, *layer.aliases]
     segments = [] if "." in pattern else [segment for name in names for segment in name.split(".")]
     return any(fnmatch.fnmatchcase(name, pattern) for name in (*names, *segments))
@@ -313,24 +371,31 @@ def _matched(field_name: str, pattern: str, weights: list[Found]) -> list[Found]
     words = {*names, *(part for name in names for part in name.split("."))}
     near = difflib.get_close_matches(pattern, sorted(words), n=3) or names[:3]
     raise RecipeError(
-        f"{field_name}: no weight of this model matches {pattern!r}; names are such as {', '.join(map(repr, near))}. A "
-        "pattern without a dot matches any one part of a name; 'a.b.*' matches all inside a.b"
+        f"{field_name}: no weight of this model matches {pattern!r}; names are such as "
+        f"{', '.join(map(repr, near))}. A pattern without a dot matches any one part of a name; "
+        "'a.b.*' matches all inside a.b"
     )
 
 
 def _turn_off_fast_accumulation(
     recipe: Recipe, weights: list[Found], layers: list[tuple[Found, nn.Module]], part_layers: list
 ) -> None:
-    """Turn it off in new layers named by the recipe. Raises `RecipeError` for a pattern without an FP8 layer."""
+    """Turn it off in new layers named by the recipe. Raises `RecipeError` for a pattern without an
+    FP8 layer."""
     if recipe.fast_accumulation is True:
         return
     built = {(weight.module, ""): carrier for weight, carrier in layers}
-    built |= {(module, part): layer for module, parts, _ in part_layers for part, layer in parts.items()}
+    built |= {
+        (module, part): layer for module, parts, _ in part_layers for part, layer in parts.items()
+    }
     for pattern in recipe.fast_accumulation or (None,):
         matched = weights if pattern is None else _matched("fast_accumulation", pattern, weights)
         if pattern is not None and all(weight.product.state != FP8 for weight in matched):
             name = matched[0].product.name
-            raise RecipeError(f"fast_accumulation: {pattern!r} matches only layers in high precision, such as {name}")
+            raise RecipeError(
+                f"fast_accumulation: {pattern!r} matches only layers in high precision, such as "
+                f"{name}"
+            )
         for weight in matched:
             carrier = built.get((weight.module, weight.part))
             if carrier is not None and weight.recipe.fast_accumulation is not True:
@@ -338,7 +403,8 @@ def _turn_off_fast_accumulation(
 
 
 def _find(root: nn.Module, recipe: Recipe, layer_filter: LayerFilter) -> list[Found]:
-    """Return the weight products of a model, with the obstacles of recipes that store weights in another form."""
+    """Return the weight products of a model, with the obstacles of recipes that store weights in
+    another form."""
     weights = find_weight_products(root)
     layer_filter.assign_recipes(weights)
     if any(each.scaling == "nvfp4" for each in recipe.recipes):
@@ -351,13 +417,16 @@ def _find(root: nn.Module, recipe: Recipe, layer_filter: LayerFilter) -> list[Fo
             continue
         if id(weight.module) in offloaded:
             weight.obstacle = (
-                "Accelerate's hooks put a plain weight in place for each forward (cpu_offload, disk_offload, a "
-                "device_map), which cannot be stored in another form: offload the model when it is prepared"
+                "Accelerate's hooks put a plain weight in place for each forward (cpu_offload, "
+                "disk_offload, a device_map), which cannot be stored in another form: offload the "
+                "model when it is prepared"
             )
-        elif (other := sharers.get(id(weight.module._parameters.get(weight.part or "weight")))) is not None:
+        elif (
+            other := sharers.get(id(weight.module._parameters.get(weight.part or "weight")))
+        ) is not None:
             weight.obstacle = (
-                f"it lies in the same memory as {other}, and would be stored apart from it: let one Parameter have "
-                "both names (a.weight = b.weight), or clone one of the two"
+                f"it lies in the same memory as {other}, and would be stored apart from it: let "
+                "one Parameter have both names (a.weight = b.weight), or clone one of the two"
             )
     return weights
 
@@ -373,13 +442,20 @@ def _block_names(weights: list[Found]) -> list[str]:
 
 
 def _leave_out_last_blocks(weights: list[Found]) -> None:
-    """Keep NVFP4 out of the last 15 % of a model's numbered blocks, rounded up, by default, as "Pretraining Large
-    Language Models with NVFP4" (arXiv:2509.25149, section 4.1) recommends and torchtitan's recipe does."""
+    """Keep NVFP4 out of the last 15 % of a model's numbered blocks, rounded up, by default, as
+    "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149, section 4.1) recommends and
+    torchtitan's recipe does."""
     blocks = _block_names(weights)
     last = blocks[max(1, len(blocks) * 85 // 100) :]
     for weight in weights:
-        if weight.recipe is not None and weight.recipe.scaling == "nvfp4" and _block_of(weight.product) in last:
-            weight.default_exclusion = weight.default_exclusion or "in the last 15 % of blocks, sensitive to 4 bits"
+        if (
+            weight.recipe is not None
+            and weight.recipe.scaling == "nvfp4"
+            and _block_of(weight.product) in last
+        ):
+            weight.default_exclusion = (
+                weight.default_exclusion or "in the last 15 % of blocks, sensitive to 4 bits"
+            )
 
 
 def _choose(weights: list[Found], layer_filter: LayerFilter, norms: list[NormLayer]) -> list[Found]:
@@ -389,14 +465,18 @@ def _choose(weights: list[Found], layer_filter: LayerFilter, norms: list[NormLay
     for weight in weights:
         product, conversion = weight.product, weight.conversion
         if conversion is not None:
-            _check_same_recipe(f"layer {product.name!r}", conversion.recipe, weight.recipe or layer_filter.recipe)
+            _check_same_recipe(
+                f"layer {product.name!r}", conversion.recipe, weight.recipe or layer_filter.recipe
+            )
         elif reason := _reason_against(weight, layer_filter):
             product.reason = reason
             continue
         else:
             chosen.append(weight)
         product.state = FP8
-        notes = [get_compute(weight.recipe.compute).parts.note(weight.recipe)] if weight.part else []
+        notes = (
+            [get_compute(weight.recipe.compute).parts.note(weight.recipe)] if weight.part else []
+        )
         if product.in_features % ALIGNMENT or product.out_features % ALIGNMENT:
             notes.append(f"sizes padded to multiples of {ALIGNMENT}")
         product.reason = "; ".join(filter(None, notes)) or None
@@ -406,7 +486,11 @@ def _choose(weights: list[Found], layer_filter: LayerFilter, norms: list[NormLay
 def _reason_against(weight: Found, layer_filter: LayerFilter) -> str | None:
     if reason := weight.obstacle or layer_filter.exclusion(weight):
         return reason
-    phases = filter(None, layer_filter.recipe.by_phase.values()) if weight.recipe is layer_filter.recipe else ()
+    phases = (
+        filter(None, layer_filter.recipe.by_phase.values())
+        if weight.recipe is layer_filter.recipe
+        else ()
+    )
     return next(filter(None, (_unfit(weight, recipe) for recipe in (weight.recipe, *phases))), None)
 
 
@@ -429,7 +513,11 @@ def _norms(
     answers = {id(norm.module): norm for norm in compute.norms(root, recipe)}
     modules: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
-        if id(module) in answers or PLAIN_CONVERSION in module.__dict__ and not isinstance(module, nn.Linear):
+        if (
+            id(module) in answers
+            or PLAIN_CONVERSION in module.__dict__
+            and not isinstance(module, nn.Linear)
+        ):
             modules.setdefault(id(module), (module, []))[1].append(plain_name(name))
     report, new = [], []
     for key, (module, names) in modules.items():
@@ -449,8 +537,8 @@ def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
         return
     difference = f" (they differ in {', '.join(differing)})" if had.name == wanted.name else ""
     raise RecipeError(
-        f"{what} is prepared with {had.name} already, and {wanted.name} is asked for{difference}: call "
-        f"fp8_backends.restore(model) first, or prepare a copy of the model made before"
+        f"{what} is prepared with {had.name} already, and {wanted.name} is asked for{difference}: "
+        "call fp8_backends.restore(model) first, or prepare a copy of the model made before"
     )
 
 
@@ -459,8 +547,11 @@ def _check_same_recipe(what: str, had: Recipe, wanted: Recipe) -> None:
 _OF_EVERY_LAYER = frozenset(nn.Linear(1, 1, device="meta").__dict__)
 
 
-def swap_class(linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = CONVERSION) -> None:
-    """Move the carrier's class and added attributes onto `linear`, and note under `mark` how to undo it."""
+def swap_class(
+    linear: nn.Module, carrier: nn.Module, recipe: Recipe, mark: str = CONVERSION
+) -> None:
+    """Move the carrier's class and added attributes onto `linear`, and note under `mark` how to
+    undo it."""
     # of PyTorch's Linear, a leaf that torch.fx calls as a module
     attributes = _added_attributes(carrier) | {"__module__": nn.Linear.__module__}
     conversion = Conversion(type(linear), type(carrier), tuple(attributes), recipe)
@@ -490,15 +581,19 @@ def _build(chosen: list[Found], shared: dict[Recipe, Any]) -> list[tuple[Found, 
     for weight in chosen:
         linear, product, compute = weight.module, weight.product, get_compute(weight.recipe.compute)
         carrier = compute.build(weight.linear, weight.recipe, shared[weight.recipe])
-        if any(carrier._parameters.get(key) is not parameter for key, parameter in linear._parameters.items()):
+        if any(
+            carrier._parameters.get(key) is not parameter
+            for key, parameter in linear._parameters.items()
+        ):
             raise FP8BackendError(
-                f"{product.name}: build() of the backend {compute.name!r} returned other Parameters, unknown to the "
-                "optimizer: it must keep the layer's Parameter objects"
+                f"{product.name}: build() of the backend {compute.name!r} returned other "
+                "Parameters, unknown to the optimizer: it must keep the layer's Parameter objects"
             )
         if carrier._buffers:
             raise FP8BackendError(
                 f"{product.name}: build() of the backend {compute.name!r} added buffers "
-                f"({', '.join(carrier._buffers)}), missing in earlier copies: it must keep tensors in plain attributes"
+                f"({', '.join(carrier._buffers)}), missing in earlier copies: it must keep tensors "
+                "in plain attributes"
             )
         if taken := [name for name in _added_attributes(carrier) if hasattr(linear, name)]:
             product.state = HIGH_PRECISION
@@ -508,16 +603,22 @@ def _build(chosen: list[Found], shared: dict[Recipe, Any]) -> list[tuple[Found, 
     return layers
 
 
-def _build_parts(chosen: list[Found], shared: dict[Recipe, Any]) -> list[tuple[nn.Module, Any, Recipe]]:
+def _build_parts(
+    chosen: list[Found], shared: dict[Recipe, Any]
+) -> list[tuple[nn.Module, Any, Recipe]]:
     """Return modules of experts with their layers and recipe."""
     layers = []
     for module in dict.fromkeys(weight.module for weight in chosen):
         weights = [weight for weight in chosen if weight.module is module]
         recipe, name = weights[0].recipe, weights[0].product.name
         if any(weight.recipe != recipe for weight in weights):
-            raise RecipeError(f"layers: the experts of one module share one backend: name {name} by its module")
+            raise RecipeError(
+                f"layers: the experts of one module share one backend: name {name} by its module"
+            )
         parts = get_compute(recipe.compute).parts
-        layers.append((module, parts.build(module, [w.part for w in weights], recipe, shared[recipe]), recipe))
+        layers.append(
+            (module, parts.build(module, [w.part for w in weights], recipe, shared[recipe]), recipe)
+        )
     return layers
 
 
@@ -537,5 +638,11 @@ def _detach(root: nn.Module, prepared: Prepared) -> None:
 
 def _attributes_and_hooks(module: nn.Module) -> set[tuple[str, Any]]:
     """Return (name, None) of each instance attribute, and (name, key) of each hook."""
-    hooks = ((name, value) for name, value in module.__dict__.items() if "_hooks" in name and isinstance(value, dict))
-    return {(name, None) for name in module.__dict__} | {(name, key) for name, keys in hooks for key in keys}
+    hooks = (
+        (name, value)
+        for name, value in module.__dict__.items()
+        if "_hooks" in name and isinstance(value, dict)
+    )
+    return {(name, None) for name in module.__dict__} | {
+        (name, key) for name, keys in hooks for key in keys
+    }

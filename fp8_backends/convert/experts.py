@@ -1,4 +1,5 @@
-"""Find the weights of mixtures of experts and count their FLOPs; give backends the products of `compute.experts`."""
+"""Find the weights of mixtures of experts and count their FLOPs; give backends the products of
+`compute.experts`."""
 
 from __future__ import annotations
 
@@ -19,16 +20,23 @@ _TOP_K_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "num_selected_e
 _LISTED_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+(?:\.|$)")
 
 
-def find_part(module: nn.Module, name: str, part: str) -> tuple[str, tuple[int, int], str | None] | None:
-    """Return (kind, (in, out), obstacle) of the Parameter `part`, if it holds the weights of experts."""
+def find_part(
+    module: nn.Module, name: str, part: str
+) -> tuple[str, tuple[int, int], str | None] | None:
+    """Return (kind, (in, out), obstacle) of the Parameter `part`, if it holds the weights of
+    experts."""
     shape = full_shape(module._parameters[part])
     if len(shape) != 3 or "expert" not in f"{type(module).__name__} {name}".lower():
         return None
-    out_features, in_features = reversed(shape[1:]) if getattr(module, "is_transposed", False) else shape[1:]
+    out_features, in_features = (
+        reversed(shape[1:]) if getattr(module, "is_transposed", False) else shape[1:]
+    )
     return "experts", (in_features, out_features), obstacle(module, part)
 
 
-def count_visits(modules: dict[int, nn.Module], names: dict[int, list[str]]) -> Callable[[str, nn.Module, str], float]:
+def count_visits(
+    modules: dict[int, nn.Module], names: dict[int, list[str]]
+) -> Callable[[str, nn.Module, str], float]:
     """Return a function for the number of times a token passes a weight, by the experts visited."""
     configs = (module.__dict__.get("config") for module in modules.values())
     parts = (part for config in configs for part in (config, getattr(config, "text_config", None)))
@@ -51,7 +59,11 @@ def count_visits(modules: dict[int, nn.Module], names: dict[int, list[str]]) -> 
     return visited
 
 
-FEATURES["experts"] = {"find_part": find_part, "count_visits": count_visits, "has_whole_layers": is_expert_parallel}
+FEATURES["experts"] = {
+    "find_part": find_part,
+    "count_visits": count_visits,
+    "has_whole_layers": is_expert_parallel,
+}
 
 
 def _native() -> Any:
@@ -74,7 +86,9 @@ class _TransformerEngine:
     def note(self, recipe: Recipe) -> str | None:
         return None
 
-    def build(self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: Any) -> nn.ModuleDict:
+    def build(
+        self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: Any
+    ) -> nn.ModuleDict:
         from ..compute.experts import te_layer
 
         return te_layer.build(experts, parts, recipe, shared)

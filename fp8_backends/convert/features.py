@@ -1,9 +1,11 @@
-"""Run optional features: without the file of a feature, the package works and refuses recipes that set its field.
+"""Run optional features: without the file of a feature, the package works and refuses recipes that
+set its field.
 
-A feature enters its functions in `FEATURES` when `registry.load` imports its file, each under the name of an event:
+A feature enters its functions in `FEATURES` when `registry.load` imports its file, each under the
+name of an event:
 
     check_recipe(recipe)                        raise `RecipeError` before anything changes
-    carriers(root, weights, recipe, compute, carriers)  adapt carriers of modules; return more (module, carrier) pairs
+    carriers(root, weights, recipe, compute, carriers)  adapt; return more (module, carrier) pairs
     prepare_model(root, prepared)               its layers are converted and its weights stored; may be repeated
     before_gathers(root)                        FSDP2 shards its weights and gathers them for each forward
     before_proof(models, optimizer, recipe)     register step hooks that run before the proof's
@@ -28,7 +30,8 @@ from ..recipes.fields import OF_FEATURES
 from ..recipes.handlers import Recipe
 
 FEATURES: dict[str, dict[str, Callable[..., Any]]] = {name: {} for name in OF_FEATURES}
-"""Recipe field (or name) of a feature -> its functions by event; empty without the feature's file."""
+"""Recipe field (or name) of a feature -> its functions by event; empty without the feature's
+file."""
 
 
 def run(event: str, *arguments: Any) -> list[Any]:
@@ -40,4 +43,7 @@ def check(recipe: Recipe) -> None:
     """Raise `RecipeError` for a field that is set and whose feature is missing."""
     for field, functions in FEATURES.items():
         if not functions and (value := getattr(recipe, field)) != OF_FEATURES[field].default:
-            raise RecipeError(f"{field}={value!r}: this copy of fp8_backends is without that feature; leave it out")
+            raise RecipeError(
+                f"{field}={value!r}: this copy of fp8_backends is without that feature; leave it "
+                "out"
+            )

@@ -1,4 +1,5 @@
-"""Observe a prepared model's first optimizer step, for the proof and later audits: shares of FP8 need real forwards."""
+"""Observe a prepared model's first optimizer step, for the proof and later audits: shares of FP8
+need real forwards."""
 
 import weakref
 from collections import defaultdict
@@ -23,9 +24,11 @@ class Observed:
         self.flops = (0.0, 0.0)
         """FLOPs of all products in the first step, in FP8 and needed; zeros before the proof."""
         self.left_out: set[str] | None = None
-        """Trainable parameters without an optimizer, as the user knows; None until an optimizer is prepared."""
+        """Trainable parameters without an optimizer, as the user knows; None until an optimizer is
+        prepared."""
         self.idle: set[str] = set()
-        """Parameters without a gradient in the first step, also those that PEFT trains a copy of."""
+        """Parameters without a gradient in the first step, also those that PEFT trains a copy
+        of."""
         self.meter: WorkMeter | None = None
         self.first_steps: list[Any] = []
         """Unfinished proofs (`proof.FirstStep`) of this model."""
@@ -33,7 +36,9 @@ class Observed:
         self._optimizers: list[weakref.ref] = []
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        return [
+            optimizer for reference in self._optimizers if (optimizer := reference()) is not None
+        ]
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
@@ -52,13 +57,23 @@ class Observed:
             self.meter.detach()
             self.work, self.meter = self.meter.work, None
         if self.gradient_dtypes:  # else an engine hides them
-            named = ((plain_name(name), p) for name, p in root.named_parameters(remove_duplicate=False))
-            trained = {name for name, p in named if p.requires_grad or "original_module" in name.split(".")}
+            named = (
+                (plain_name(name), p) for name, p in root.named_parameters(remove_duplicate=False)
+            )
+            trained = {
+                name for name, p in named if p.requires_grad or "original_module" in name.split(".")
+            }
             self.idle = trained - self.gradient_dtypes.keys()
 
     def __getstate__(self) -> dict[str, Any]:
         # these optimizers do not train a copy of the model, and weak references do not pickle
-        none_yet = {"_optimizers": [], "first_steps": [], "meter": None, "proven": False, "left_out": None}
+        none_yet = {
+            "_optimizers": [],
+            "first_steps": [],
+            "meter": None,
+            "proven": False,
+            "left_out": None,
+        }
         return {**self.__dict__, **none_yet, "wrapper": None}
 
 
@@ -69,9 +84,11 @@ class Work:
     rows: float = 0.0
     """Rows of the input, such as tokens; positions of the kernel of a convolution."""
     flops: float = 0.0
-    """FLOPs of its forward products; each gradient takes the same number. Recomputation does not count."""
+    """FLOPs of its forward products; each gradient takes the same number. Recomputation does not
+    count."""
     backward: bool = False
-    """True if a gradient of its output arrived: gradients of the weight and the input are needed."""
+    """True if a gradient of its output arrived: gradients of the weight and the input are
+    needed."""
     input_gradient: bool = False
     """True if backward needs the gradient of an input."""
 
@@ -80,9 +97,11 @@ class Work:
 
 
 class WorkMeter(TemporaryHook):
-    """Write `work`, by the names of the weight products, in forward hooks on the modules of a model.
+    """Write `work`, by the names of the weight products, in forward hooks on the modules of a
+    model.
 
-    Modules in compiled code, weights without a size and modules without a forward call have no entry.
+    Modules in compiled code, weights without a size and modules without a forward call have no
+    entry.
     """
 
     def __init__(self, model: nn.Module, weights: Iterable[Found]) -> None:
@@ -101,7 +120,9 @@ class WorkMeter(TemporaryHook):
         for weight in weights:
             if weight.module not in compiled and weight.product.flops:
                 self._products[weight.module].append(weight)
-        self._handles = [module.register_forward_hook(self, with_kwargs=True) for module in self._products]
+        self._handles = [
+            module.register_forward_hook(self, with_kwargs=True) for module in self._products
+        ]
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -123,7 +144,9 @@ class WorkMeter(TemporaryHook):
         for weight in self._products[module]:
             work = self.work.setdefault(weight.product.name, Work())
             # the module's own hidden states always need a gradient
-            reads_hidden_states = isinstance(module, nn.RNNBase) and not weight.part.startswith("weight_ih_l0")
+            reads_hidden_states = isinstance(module, nn.RNNBase) and not weight.part.startswith(
+                "weight_ih_l0"
+            )
             work.input_gradient |= needs_gradient or reads_hidden_states
             for tensor in differentiable:
                 # a tensor may have its own hook, if a loss may need no gradient of it
@@ -132,23 +155,32 @@ class WorkMeter(TemporaryHook):
                 rows = _rows(weight, inputs, outputs[0])
                 work.rows += rows
                 product = weight.product
-                # every token passes a 3-D Parameter, and its FLOPs count the visited experts; an expert of a list is
-                # called with its own tokens
-                work.flops += rows * (product.flops if weight.part else 2 * product.in_features * product.out_features)
+                # every token passes a 3-D Parameter, and its FLOPs count the visited experts; an
+                # expert of a list is called with its own tokens
+                work.flops += rows * (
+                    product.flops if weight.part else 2 * product.in_features * product.out_features
+                )
 
 
 _ATTENTION_INPUTS = {"q_proj_weight": 0, "k_proj_weight": 1, "v_proj_weight": 2}
-"""Positions of an attention module's inputs by their weight, if query, key and value have one each."""
+"""Positions of an attention module's inputs by their weight, if query, key and value have one
+each."""
 
 
 def _rows(weight: Found, inputs: list[torch.Tensor], output: torch.Tensor) -> float:
     module, kind = weight.module, weight.product.kind
     if kind == CONVOLUTION:
-        return inputs[0].numel() / module.in_channels if module.transposed else output.numel() / module.out_channels
-    rows = [tensor.numel() / max(tensor.size(-1), 1) for tensor in inputs]  # a nested tensor has no `shape`
+        return (
+            inputs[0].numel() / module.in_channels
+            if module.transposed
+            else output.numel() / module.out_channels
+        )
+    # a nested tensor has no `shape`
+    rows = [tensor.numel() / max(tensor.size(-1), 1) for tensor in inputs]
     if isinstance(module, nn.MultiheadAttention):
         position = _ATTENTION_INPUTS.get(weight.part)
-        return sum(rows[:3]) / 3 if position is None else rows[position]  # one weight for all three: a third each
+        # one weight for all three: a third each
+        return sum(rows[:3]) / 3 if position is None else rows[position]
     return rows[0]
 
 

@@ -1,4 +1,5 @@
-"""Handle layers of a checkpoint in 8 or 4 bits: codes and scales that another library multiplies and freezes."""
+"""Handle layers of a checkpoint in 8 or 4 bits: codes and scales that another library multiplies
+and freezes."""
 
 import os
 import sys
@@ -20,14 +21,15 @@ from ..torch_tools.modules import CONVERSION, check_is_module, plain_name
 from ..words import listed, shown
 
 TRAINS = Refusal(
-    "a layer that a checkpoint stores as codes and scales would never train: the library that multiplies it gives its "
-    "weight no gradient",
-    "call fp8_backends.checkpoints.dequantize(model) before the optimizer is made, and its weights train; or freeze "
-    "them under adapters: requires_grad_(False), and for 4 bits fp8_backends.checkpoints.freeze_codes(model) before "
-    "PEFT",
+    "a layer that a checkpoint stores as codes and scales would never train: the library that "
+    "multiplies it gives its weight no gradient",
+    "call fp8_backends.checkpoints.dequantize(model) before the optimizer is made, and its weights "
+    "train; or freeze them under adapters: requires_grad_(False), and for 4 bits "
+    "fp8_backends.checkpoints.freeze_codes(model) before PEFT",
 )
 LOAD_PLAIN = (
-    "load the checkpoint with from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True)), or "
+    "load the checkpoint with from_pretrained(..., "
+    "quantization_config=FineGrainedFP8Config(dequantize=True)), or "
     "CompressedTensorsConfig(dequantize=True), and the model is plain"
 )
 
@@ -47,7 +49,13 @@ FP8_LINEAR = Kind(
     "transformers.integrations.finegrained_fp8",
     "FP8Linear",
     "weight_scale_inv",
-    ("activation_scale", "block_size", "has_bias", "activation_scheme", "_hf_quantized_needs_local_tp"),
+    (
+        "activation_scale",
+        "block_size",
+        "has_bias",
+        "activation_scheme",
+        "_hf_quantized_needs_local_tp",
+    ),
 )
 ROWWISE_LINEAR = Kind(
     "CompressedTensorsFP8Linear of transformers",
@@ -62,7 +70,13 @@ WITHOUT_BACKWARD = {
     "NVFP4Linear": "a checkpoint of compressed-tensors",
 }
 """Modules of transformers without gradients of their inputs, and the fix."""
-COMPRESSED = Kind("Linear of compressed-tensors", "compressed_tensors", "", "weight_scale", ("quantization_status",))
+COMPRESSED = Kind(
+    "Linear of compressed-tensors",
+    "compressed_tensors",
+    "",
+    "weight_scale",
+    ("quantization_status",),
+)
 
 
 def kind_of(module: nn.Module) -> Kind | None:
@@ -81,61 +95,79 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Kind]]:
 
 
 def training_codes(model: nn.Module) -> list[str]:
-    """Return the names of layers with codes that would not train, or are packed and not frozen by `freeze_codes`."""
+    """Return the names of layers with codes that would not train, or are packed and not frozen by
+    `freeze_codes`."""
     return [
         name
         for name, module, kind in quantized_layers(model)
-        if any(p.requires_grad or key == "weight_packed" for key, p in module._parameters.items() if p is not None)
+        if any(
+            p.requires_grad or key == "weight_packed"
+            for key, p in module._parameters.items()
+            if p is not None
+        )
     ]
 
 
 def check(model: nn.Module, recipe: Recipe, compute: Compute) -> None:
-    """Raise `RecipeError` for layers of a checkpoint that would not train as they are, or not with this recipe."""
+    """Raise `RecipeError` for layers of a checkpoint that would not train as they are, or not with
+    this recipe."""
     for name, module in model.named_modules():
         cls = type(module)
         if cls.__name__ in WITHOUT_BACKWARD and cls.__module__.startswith("transformers."):
             raise RecipeError(
-                f"{plain_name(name)}: {cls.__name__} of transformers gives its inputs no gradients, so layers before "
-                f"it would not train: load {WITHOUT_BACKWARD[cls.__name__]}"
+                f"{plain_name(name)}: {cls.__name__} of transformers gives its inputs no "
+                "gradients, so layers before it would not train: load "
+                f"{WITHOUT_BACKWARD[cls.__name__]}"
             )
     if names := training_codes(model):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RecipeError(f"{names[0]}{more}: {TRAINS}")
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, BlockCodes) and not compute.takes_block_codes(recipe, parameter.code_layout):
-            takes = "native:blockwise with fp8_params=True" if parameter.code_layout is SQUARE_CODES else "native:..."
+        if isinstance(parameter, BlockCodes) and not compute.takes_block_codes(
+            recipe, parameter.code_layout
+        ):
+            takes = (
+                "native:blockwise with fp8_params=True"
+                if parameter.code_layout is SQUARE_CODES
+                else "native:..."
+            )
             raise RecipeError(
-                f"{plain_name(name)}: {recipe.name} does not multiply frozen {parameter.code_layout.name} codes of a "
-                f"checkpoint: use {takes}, or fp8_backends.checkpoints.dequantize(model) first"
+                f"{plain_name(name)}: {recipe.name} does not multiply frozen "
+                f"{parameter.code_layout.name} codes of a checkpoint: use {takes}, or "
+                "fp8_backends.checkpoints.dequantize(model) first"
             )
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
-    """Make the layers of a checkpoint in 8 or 4 bits plain, in place: transformers' `FP8Linear`, FP8, NVFP4 and MXFP4
-    layers loaded by compressed-tensors, and layers with codes of `freeze_codes` or `load_codes`. Modules, and
-    Parameters except packed ones, stay the same objects.
+    """Make the layers of a checkpoint in 8 or 4 bits plain, in place: transformers' `FP8Linear`,
+    FP8, NVFP4 and MXFP4 layers loaded by compressed-tensors, and layers with codes of
+    `freeze_codes` or `load_codes`. Modules, and Parameters except packed ones, stay the same
+    objects.
 
-    Call it before the optimizer is made. Trainable weights stay trainable; weights packed in 4 bits train unless the
-    model is frozen. The model forgets its quantization: trainers accept it, and it is saved plain.
+    Call it before the optimizer is made. Trainable weights stay trainable; weights packed in 4 bits
+    train unless the model is frozen. The model forgets its quantization: trainers accept it, and it
+    is saved plain.
 
     Args:
-        model: such a model, or one that holds it. If transformers has already dequantized it while loading, only the
-            memory of its quantization is removed; `prepare` does so as well.
+        model: such a model, or one that holds it. If transformers has already dequantized it while
+            loading, only the memory of its quantization is removed; `prepare` does so as well.
         dtype: of the weights; default: dtype of the model's first parameter without codes.
 
     Returns:
         The names of the layers made plain.
 
     Raises:
-        FP8BackendError: a layer is of another format (experts, integers), or sharded, `model` is no module, or `dtype`
-            no dtype; nothing has changed then.
+        FP8BackendError: a layer is of another format (experts, integers), or sharded, `model` is no
+            module, or `dtype` no dtype; nothing has changed then.
     """
     check_is_module(model)
     if not isinstance(dtype, (torch.dtype, type(None))):
         raise FP8BackendError(f"dtype must be a torch.dtype, not {shown(dtype)}")
     layers = list(quantized_layers(model))
     unprepared = ((name, m) for name, m in model.named_modules() if CONVERSION not in m.__dict__)
-    frozen = [(name, m) for name, m in unprepared if isinstance(m._parameters.get("weight"), BlockCodes)]
+    frozen = [
+        (name, m) for name, m in unprepared if isinstance(m._parameters.get("weight"), BlockCodes)
+    ]
     for name, layer in frozen:
         refuse_if_held(layer.weight, f"{name}.weight")
     own_dtype, dtype = dtype, dtype or _plain_dtype(model, layers)
@@ -152,23 +184,28 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
     _replace_codes(layers, values, lambda packed: nn.Parameter(packed.exact(), trains), dtype)
     for name, layer in frozen:
         if isinstance(layer.weight, BlockCodes):  # else tied to an earlier layer
-            swap(layer.weight, layer.weight.exact().to(own_dtype or layer.weight.dtype), f"{name}.weight")
+            swap(
+                layer.weight,
+                layer.weight.exact().to(own_dtype or layer.weight.dtype),
+                f"{name}.weight",
+            )
     _forget(model)
     return [*(name for name, _, _ in layers), *(plain_name(name) for name, _ in frozen)]
 
 
 def freeze_codes(model: nn.Module) -> list[str]:
-    """Keep the codes of a checkpoint's layers, frozen and to the bit, in place: NVFP4 and MXFP4 loaded by
-    compressed-tensors, and FP8 with scales for 128 x 128 values. The layers become plain Linears, for PEFT to wrap and
-    for `prepare` to multiply: 4 bits by every recipe of `native` at level O0, FP8 by native:blockwise with
-    fp8_params=True. Call it before PEFT. The model forgets its quantization: trainers accept it.
+    """Keep the codes of a checkpoint's layers, frozen and to the bit, in place: NVFP4 and MXFP4
+    loaded by compressed-tensors, and FP8 with scales for 128 x 128 values. The layers become plain
+    Linears, for PEFT to wrap and for `prepare` to multiply: 4 bits by every recipe of `native` at
+    level O0, FP8 by native:blockwise with fp8_params=True. Call it before PEFT. The model forgets
+    its quantization: trainers accept it.
 
     Returns:
         The names of these layers. All others stay unchanged.
 
     Raises:
-        FP8BackendError: packed layers of another format (integers, zero points), or not loaded yet; nothing has changed
-            then.
+        FP8BackendError: packed layers of another format (integers, zero points), or not loaded yet;
+            nothing has changed then.
     """
     check_is_module(model)
     layers = [entry for entry in quantized_layers(model) if _keeps_codes(*entry[1:])]
@@ -185,28 +222,37 @@ def freeze_codes(model: nn.Module) -> list[str]:
 
 
 def load_codes(
-    model: nn.Module, source: Mapping[str, torch.Tensor] | str | os.PathLike[str], *, prefix: str = ""
+    model: nn.Module,
+    source: Mapping[str, torch.Tensor] | str | os.PathLike[str],
+    *,
+    prefix: str = "",
 ) -> list[str]:
-    """Load a checkpoint with codes that transformers does not read into a plain model, in place, and keep them frozen
-    as `freeze_codes` does: NVFP4 of NVIDIA's ModelOpt (`weight`, `weight_scale`, `weight_scale_2`), FP8 with one scale
-    for ComfyUI (`weight`, `scale_weight`), and the layouts of compressed-tensors in 4 bits. All other parameters are
-    loaded in the model's dtypes; scales of activations are dropped.
+    """Load a checkpoint with codes that transformers does not read into a plain model, in place,
+    and keep them frozen as `freeze_codes` does: NVFP4 of NVIDIA's ModelOpt (`weight`,
+    `weight_scale`, `weight_scale_2`), FP8 with one scale for ComfyUI (`weight`, `scale_weight`),
+    and the layouts of compressed-tensors in 4 bits. All other parameters are loaded in the model's
+    dtypes; scales of activations are dropped.
 
     Args:
-        model: with the parameter names of the file, on any device (`accelerate.init_empty_weights` saves memory).
+        model: with the parameter names of the file, on any device (`accelerate.init_empty_weights`
+            saves memory).
         source: a safetensors file, a folder of them, or tensors by name.
-        prefix: of the model's names in the file, such as `"model.diffusion_model."`; other names are ignored.
+        prefix: of the model's names in the file, such as `"model.diffusion_model."`; other names
+        are ignored.
 
     Returns:
         The names of the layers with codes.
 
     Raises:
-        FP8BackendError: names, shapes or kinds of codes do not fit the model; nothing has changed then.
+        FP8BackendError: names, shapes or kinds of codes do not fit the model; nothing has changed
+        then.
     """
     check_is_module(model)
     tie_weights = getattr(model, "tie_weights", lambda: None)
     tie_weights()  # untied by accelerate.init_empty_weights, and by `assign` below
-    tensors = {name[len(prefix) :]: t for name, t in _read(source).items() if name.startswith(prefix)}
+    tensors = {
+        name[len(prefix) :]: t for name, t in _read(source).items() if name.startswith(prefix)
+    }
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
@@ -216,20 +262,30 @@ def load_codes(
     for layer, layout in layouts.items():
         module = modules.get(layer)
         if type(module) is not nn.Linear:
-            raise FP8BackendError(f"{prefix}{layer} holds {layout.name} codes, and is no plain Linear of this model")
+            raise FP8BackendError(
+                f"{prefix}{layer} holds {layout.name} codes, and is no plain Linear of this model"
+            )
         own = tuple(parts[layer][part] for part in layout.parts)
         if why := layout.unfit(own, tuple(module.weight.shape)):
             raise FP8BackendError(f"{prefix}{layer}: {why}")
         refuse_if_held(module.weight, f"{layer}.weight")
-    taken = {f"{layer}.{part}" for layer, layout in layouts.items() for part in (*layout.parts, *_OF_ACTIVATIONS)}
+    taken = {
+        f"{layer}.{part}"
+        for layer, layout in layouts.items()
+        for part in (*layout.parts, *_OF_ACTIVATIONS)
+    }
     plain = {name: tensor for name, tensor in tensors.items() if name not in {*taken, "scaled_fp8"}}
     _check_names(plain, {f"{layer}.weight" for layer in layouts}, state)
     on_meta = any(tensor.is_meta for tensor in state.values())
-    model.load_state_dict({name: t.to(state[name].dtype) for name, t in plain.items()}, strict=False, assign=on_meta)
+    model.load_state_dict(
+        {name: t.to(state[name].dtype) for name, t in plain.items()}, strict=False, assign=on_meta
+    )
     for layer, layout in layouts.items():
         weight, own = modules[layer].weight, parts[layer]
         device = torch.device("cpu") if weight.is_meta else weight.device
-        codes = BlockCodes.of({name: own[name].to(device) for name in layout.parts}, weight.dtype, layout)
+        codes = BlockCodes.of(
+            {name: own[name].to(device) for name in layout.parts}, weight.dtype, layout
+        )
         modules[layer].weight = nn.Parameter(codes, requires_grad=False)
     if on_meta:
         tie_weights()
@@ -237,13 +293,29 @@ def load_codes(
     return list(layouts)
 
 
-def _check_names(plain: Mapping[str, torch.Tensor], coded: Collection[str], state: Mapping[str, torch.Tensor]) -> None:
-    """Raise `FP8BackendError` unless plain tensors and codes are exactly those of a model, ties counted once."""
+def _check_names(
+    plain: Mapping[str, torch.Tensor], coded: Collection[str], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise `FP8BackendError` unless plain tensors and codes are exactly those of a model, ties
+    counted once."""
     given, ties = {*plain, *coded}, {id(tensor) for name, tensor in state.items() if name in plain}
-    own = {name: state[name] for name in plain if name in state and state[name].shape == plain[name].shape}
-    unknown = [name for name, t in plain.items() if name not in own or (t.itemsize == 1 and t.dtype != own[name].dtype)]
-    missing = [name for name, tensor in state.items() if name not in given and id(tensor) not in ties]
-    for names, why in ((missing, "missing"), (unknown, "of another name, shape or kind of codes than the model's")):
+    own = {
+        name: state[name]
+        for name in plain
+        if name in state and state[name].shape == plain[name].shape
+    }
+    unknown = [
+        name
+        for name, t in plain.items()
+        if name not in own or (t.itemsize == 1 and t.dtype != own[name].dtype)
+    ]
+    missing = [
+        name for name, tensor in state.items() if name not in given and id(tensor) not in ties
+    ]
+    for names, why in (
+        (missing, "missing"),
+        (unknown, "of another name, shape or kind of codes than the model's"),
+    ):
         if names:
             raise FP8BackendError(f"{listed(names)} in the checkpoint: {why}; nothing was loaded")
 
@@ -252,14 +324,18 @@ _OF_ACTIVATIONS = ("input_scale", "scale_input", "input_global_scale", "k_scale"
 """Names of scales for activations and caches in a checkpoint."""
 
 
-def _read(source: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
+def _read(
+    source: Mapping[str, torch.Tensor] | str | os.PathLike[str],
+) -> Mapping[str, torch.Tensor]:
     if isinstance(source, Mapping):
         return source
     from safetensors.torch import load_file
 
     files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else [Path(source)]
     if not files or not all(file.is_file() for file in files):
-        raise FP8BackendError(f"{os.fspath(source)}: neither a safetensors file nor a folder of them")
+        raise FP8BackendError(
+            f"{os.fspath(source)}: neither a safetensors file nor a folder of them"
+        )
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
@@ -269,7 +345,8 @@ def _replace_codes(
     new_parameter: Callable[[BlockCodes], nn.Parameter],
     dtype: torch.dtype,
 ) -> None:
-    """Make these layers plain with another weight, or another Parameter in place of packed codes: all, or none."""
+    """Make these layers plain with another weight, or another Parameter in place of packed codes:
+    all, or none."""
     for name, layer, kind in layers:
         _refuse(name, layer, kind)
     for name, layer, kind in layers:
@@ -289,7 +366,8 @@ def _forget(model: nn.Module) -> None:
         quantizer = module.__dict__.get("hf_quantizer")
         if quantizer is not None and not any(quantized_layers(module)):
             if (compressor := getattr(quantizer, "compressor", None)) is not None:
-                compressor.remove_decompression_hook(module)  # it would decompress the layers in the first forward
+                # it would decompress the layers in the first forward
+                compressor.remove_decompression_hook(module)
             quantizer.remove_quantization_config(module)
     save_plain(model)
 
@@ -306,8 +384,15 @@ def _keeps_codes(layer: nn.Module, kind: Kind) -> bool:
 def _plain_dtype(model: nn.Module, layers: list[tuple[str, nn.Module, Kind]]) -> torch.dtype:
     """Return the dtype of the first parameter outside these layers and wider than codes."""
     quantized = {id(layer) for _, layer, _ in layers}
-    plain = (p for module in model.modules() if id(module) not in quantized for p in module._parameters.values())
-    dtypes = (p.dtype for p in plain if p is not None and p.is_floating_point() and p.dtype.itemsize > 1)
+    plain = (
+        p
+        for module in model.modules()
+        if id(module) not in quantized
+        for p in module._parameters.values()
+    )
+    dtypes = (
+        p.dtype for p in plain if p is not None and p.is_floating_point() and p.dtype.itemsize > 1
+    )
     return next(dtypes, torch.get_default_dtype())
 
 
@@ -315,12 +400,17 @@ def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
     """Raise `FP8BackendError` if the codes of a layer cannot become values (any more)."""
     parameters = layer._parameters
     if "weight_packed" in parameters:
-        layout, why = layout_of(parameters), "its packed codes are neither NVFP4 nor MXFP4, or have zero points"
+        layout, why = (
+            layout_of(parameters),
+            "its packed codes are neither NVFP4 nor MXFP4, or have zero points",
+        )
         if layout is not None and "weight_zero_point" not in parameters:
             parts = tuple(parameters[part] for part in layout.parts)
             absent = any(is_distributed(part) or part.is_meta for part in parts)
             shape = layer.out_features, layer.in_features
-            why = "its codes are sharded, or not loaded yet" if absent else layout.unfit(parts, shape)
+            why = (
+                "its codes are sharded, or not loaded yet" if absent else layout.unfit(parts, shape)
+            )
         if why:
             raise FP8BackendError(f"{name}, {kind.title}: {why}; {LOAD_PLAIN}")
         return
@@ -331,14 +421,16 @@ def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
             what = "compressed-tensors has decompressed it in a forward, and frozen it"
         raise FP8BackendError(f"{name}, {kind.title}: {what}; {LOAD_PLAIN}")
     if is_distributed(weight) or weight.is_meta:
-        raise FP8BackendError(f"{name}: its codes are sharded, or not loaded yet: dequantize whole, loaded layers")
+        raise FP8BackendError(
+            f"{name}: its codes are sharded, or not loaded yet: dequantize whole, loaded layers"
+        )
     block = _block(layer, kind)
     blocks = tuple(-(-size // side) for size, side in zip(weight.shape, block, strict=True))
     shape = scales.shape if kind is not ROWWISE_LINEAR else scales.shape[::-1]
     if tuple(shape) not in ((), (1,), (1, 1), blocks):
         raise FP8BackendError(
-            f"{name}, {kind.title}: scales of shape {tuple(scales.shape)} do not go with a weight of shape "
-            f"{tuple(weight.shape)} and blocks of {block[0]} x {block[1]}; {LOAD_PLAIN}"
+            f"{name}, {kind.title}: scales of shape {tuple(scales.shape)} do not go with a weight "
+            f"of shape {tuple(weight.shape)} and blocks of {block[0]} x {block[1]}; {LOAD_PLAIN}"
         )
     refuse_if_held(weight, f"{name}.weight")
 
@@ -360,26 +452,35 @@ def _make_plain(layer: nn.Linear, kind: Kind) -> None:
     for name in (kind.scale, *kind.added):
         layer._parameters.pop(name, None)
         layer.__dict__.pop(name, None)
-    if type(layer).__name__ == kind.class_name:  # a subclass multiplies plain weights in its own way
+    # a subclass multiplies plain weights in its own way
+    if type(layer).__name__ == kind.class_name:
         layer.__class__ = nn.Linear
 
 
 def save_plain(model: nn.Module) -> None:
-    """Make `save_pretrained` write plain weights of a dequantized model: transformers would write codes again."""
+    """Make `save_pretrained` write plain weights of a dequantized model: transformers would write
+    codes again."""
     for module in model.modules():
         conversions: list[Any] | None = module.__dict__.get("_weight_conversions")
         if conversions and module.__dict__.get("hf_quantizer") is None:
-            module._weight_conversions = [plain for conversion in conversions for plain in _without_codes(conversion)]
+            module._weight_conversions = [
+                plain for conversion in conversions for plain in _without_codes(conversion)
+            ]
 
 
 def _without_codes(conversion: Any) -> Iterator[Any]:
     """Yield transformers' conversion for a plain checkpoint; nothing if it only dequantizes."""
     operations = getattr(conversion, "operations", ())
-    kept = [operation for operation in operations if getattr(operation, "hf_quantizer", None) is None]
+    kept = [
+        operation for operation in operations if getattr(operation, "hf_quantizer", None) is None
+    ]
     if len(kept) == len(operations):
         yield conversion
     elif kept:
-        targets, sources = conversion._original_target_patterns, conversion._original_source_patterns
+        targets, sources = (
+            conversion._original_target_patterns,
+            conversion._original_source_patterns,
+        )
         # scales were collected with their weights
         weight = sources[0].rpartition(".")[2]
         sources = [source for source in sources if source.rpartition(".")[2] == weight]

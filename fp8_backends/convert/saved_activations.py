@@ -1,14 +1,16 @@
 """Keep saved activations in FP8 until backward reads them (the recipe's `saved_activations`).
 
-Converted layers keep the codes of their operands. Norms, activation functions and elementwise products keep inputs and
-results in the dtype of their computation, mostly FP32 for a norm written in Python. After the forward of a module, a
-hook walks the autograd nodes made since the module's inputs (`Packer`), and registers E4M3 codes (`PackedValues`) with
-the saved tensors of the nodes in `NODES`, by the public `SavedTensor.register_hooks`. The forward itself is unchanged,
-and every node outside the table keeps its tensors.
+Converted layers keep the codes of their operands. Norms, activation functions and elementwise
+products keep inputs and results in the dtype of their computation, mostly FP32 for a norm written
+in Python. After the forward of a module, a hook walks the autograd nodes made since the module's
+inputs (`Packer`), and registers E4M3 codes (`PackedValues`) with the saved tensors of the nodes in
+`NODES`, by the public `SavedTensor.register_hooks`. The forward itself is unchanged, and every node
+outside the table keeps its tensors.
 
-Left alone in listed nodes: leaves (Parameters, buffers, masks), small tensors, rows shorter than a block, tensors
-changed in place since, and tensors with hooks of others (activation checkpointing, `save_on_cpu`). Nothing is packed in
-recomputed forwards, in evaluation, without gradients, under transforms of `torch.func`, and in compiled code.
+Left alone in listed nodes: leaves (Parameters, buffers, masks), small tensors, rows shorter than a
+block, tensors changed in place since, and tensors with hooks of others (activation checkpointing,
+`save_on_cpu`). Nothing is packed in recomputed forwards, in evaluation, without gradients, under
+transforms of `torch.func`, and in compiled code.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ FEWEST = 2**12
 SHORTEST_ROW = 32
 """Elements of a block: a shorter row would not pay for its scale."""
 MOST_FACTORS = 16
-"""Packed factors in a row by which the operations of one module multiply a gradient. Their errors add up: a recurrence
-written in Python, which multiplies by one gate for each token, keeps all others whole."""
+"""Packed factors in a row by which the operations of one module multiply a gradient. Their errors
+add up: a recurrence written in Python, which multiplies by one gate for each token, keeps all
+others whole."""
 
 
 class Kept(NamedTuple):
@@ -65,13 +68,17 @@ class Kept(NamedTuple):
 
 
 _ATTENTION = Kept(
-    ("query", "key", "value", "output"), "none: an error of queries or keys is one of an exponent", attention=True
+    ("query", "key", "value", "output"),
+    "none: an error of queries or keys is one of an exponent",
+    attention=True,
 )
 _NORM = Kept(("input",), "1/16 for each normed value in a term")
 
 NODES = {
     "MulBackward0": Kept(("self", "other"), "1/16 of each term", ("other", "self")),
-    "PowBackward0": Kept(("self",), "1/16 of each term; exponents other than 2 are left alone", ("self",)),
+    "PowBackward0": Kept(
+        ("self",), "1/16 of each term; exponents other than 2 are left alone", ("self",)
+    ),
     "SiluBackward0": Kept(("self",), "0.02 of the incoming gradient", ("self",)),
     "GeluBackward0": Kept(("self",), "0.022 of the incoming gradient", ("self",)),
     "ReluBackward0": Kept(("result",), "exact: codes keep zeros and signs"),
@@ -82,17 +89,20 @@ NODES = {
     "ScaledDotProductEfficientAttentionBackward0": _ATTENTION,
     "ScaledDotProductCudnnAttentionBackward0": _ATTENTION,
 }
-"""Name of an autograd node -> the saved tensors to pack, in which its derivative is linear or changes slowly. Any other
-node is left alone."""
+"""Name of an autograd node -> the saved tensors to pack, in which its derivative is linear or
+changes slowly. Any other node is left alone."""
 
 _VALUES = Kept((), "its own; all tensors that it saves")
 """For every `ValuesFunction`."""
 
 _ACTIVATIONS: dict[str, Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]] = {
     "SiluBackward0": lambda node: nn.functional.silu,
-    "GeluBackward0": lambda node: functools.partial(nn.functional.gelu, approximate=node._saved_approximate),
+    "GeluBackward0": lambda node: functools.partial(
+        nn.functional.gelu, approximate=node._saved_approximate
+    ),
 }
-"""Name of a node -> its function; backward computes its result again from the codes of the input."""
+"""Name of a node -> its function; backward computes its result again from the codes of the
+input."""
 
 
 @dataclass
@@ -107,14 +117,16 @@ class SavedBytes:
 
 
 def install(root: nn.Module, prepared: Prepared) -> None:
-    """Hook the modules of a prepared model, if its recipe says so. Repeated, it hooks modules added since."""
+    """Hook the modules of a prepared model, if its recipe says so. Repeated, it hooks modules added
+    since."""
     remove(root)
     if prepared.recipe.saved_activations == OFF:
         return
     if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
         raise FP8BackendError(
-            f"saved_activations: PyTorch {torch.__version__} does not say whether a saved tensor has hooks "
-            "(SavedTensor.unpack_hook); use a version that this package is tested with, or leave saved_activations out"
+            f"saved_activations: PyTorch {torch.__version__} does not say whether a saved tensor "
+            "has hooks (SavedTensor.unpack_hook); use a version that this package is tested with, "
+            "or leave saved_activations out"
         )
     packer, number = Packer(prepared.recipe.saved_activations == WITH_ATTENTION), None
     root.register_forward_pre_hook(Start(packer))
@@ -136,7 +148,8 @@ def remove(root: nn.Module) -> None:
 
 
 def saved_bytes(root: nn.Module) -> SavedBytes | None:
-    """Return the sizes packed in the last training forward of a prepared root; None if its recipe packs nothing."""
+    """Return the sizes packed in the last training forward of a prepared root; None if its recipe
+    packs nothing."""
     hooks = root._forward_pre_hooks.values()
     return next((hook.packer.counted for hook in hooks if isinstance(hook, Start)), None)
 
@@ -144,18 +157,27 @@ def saved_bytes(root: nn.Module) -> SavedBytes | None:
 def audit(roots: list[nn.Module]) -> dict[str, dict[str, int]]:
     """Return `Audit.saved_activations` for prepared roots."""
     saved = [asdict(sizes) for sizes in map(saved_bytes, roots) if sizes is not None]
-    return {"saved_activations": {key: sum(sizes[key] for sizes in saved) for key in saved[0]}} if saved else {}
+    return (
+        {"saved_activations": {key: sum(sizes[key] for sizes in saved) for key in saved[0]}}
+        if saved
+        else {}
+    )
 
 
 FEATURES["saved_activations"].update(prepare_model=install, audit=audit)
 
 
 def _hooked_modules(root: nn.Module) -> list[nn.Module]:
-    """Return the modules with hooks: neither the root nor modules with an embedding, whose own operations may compute a
-    loss. An activation function leaves its nodes to the module around it, for `_is_result`.
+    """Return the modules with hooks: neither the root nor modules with an embedding, whose own
+    operations may compute a loss. An activation function leaves its nodes to the module around it,
+    for `_is_result`.
     """
     outer = {root}
-    outer.update(m for m in root.modules() if any(isinstance(p, (nn.Embedding, nn.EmbeddingBag)) for p in m.modules()))
+    outer.update(
+        m
+        for m in root.modules()
+        if any(isinstance(p, (nn.Embedding, nn.EmbeddingBag)) for p in m.modules())
+    )
     modules = {
         child: None
         for parent in root.modules()
@@ -176,7 +198,8 @@ class Mark(NamedTuple):
     module: int
     """`id` of the module."""
     factors: int
-    """Packed factors in a row up to this node (`MOST_FACTORS`), for a module that reads its own result."""
+    """Packed factors in a row up to this node (`MOST_FACTORS`), for a module that reads its own
+    result."""
 
 
 _MARK = "fp8_backends.saved_activations"
@@ -198,14 +221,22 @@ class Packer:
         results = _nodes_of(output)
         made, before = _walk(results, _nodes_of((args, kwargs)))
         marks = [(node, node.metadata.get(_MARK)) for node in before]
-        factors = {node: mark.factors for node, mark in marks if mark is not None and mark.module == id(module)}
+        factors = {
+            node: mark.factors
+            for node, mark in marks
+            if mark is not None and mark.module == id(module)
+        }
         saved: dict[Node, Saved] = {}
         for node, inputs in made.items():
             kept = None if _MARK in node.metadata else self._kept(node)
             if kept is None:
-                factors[node] = max((factors[each] for each in inputs if each in factors), default=0)
+                factors[node] = max(
+                    (factors[each] for each in inputs if each in factors), default=0
+                )
                 continue
-            path = [(factors.get(each, 0), field) for each, field in zip_longest(inputs, kept.factors)]
+            path = [
+                (factors.get(each, 0), field) for each, field in zip_longest(inputs, kept.factors)
+            ]
             longest = max(count for count, _ in path)
             saved[node] = {} if kept.factors and longest >= MOST_FACTORS else _saved(node, kept)
             factors[node] = max(count + (field in saved[node]) for count, field in path)
@@ -217,9 +248,17 @@ class Packer:
     def _kept(self, node: Node) -> Kept | None:
         kept = NODES.get(node.name())
         if kept is None:
-            return _VALUES if issubclass(getattr(type(node), "_forward_cls", object), ValuesFunction) else None
+            return (
+                _VALUES
+                if issubclass(getattr(type(node), "_forward_cls", object), ValuesFunction)
+                else None
+            )
         is_left = kept.attention and not self.with_attention
-        return None if is_left or (node.name() == "PowBackward0" and node._saved_exponent != 2) else kept
+        return (
+            None
+            if is_left or (node.name() == "PowBackward0" and node._saved_exponent != 2)
+            else kept
+        )
 
     @torch.no_grad()
     def _pack(self, saved: dict[Node, Saved]) -> None:
@@ -238,8 +277,18 @@ class Packer:
     ) -> Codes:
         """Return the codes of a tensor, the same ones for all nodes that save it."""
         centers = node.name() == "NativeLayerNormBackward0"
-        layout = (tensor.numel(), tensor.shape[-1]) if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, layout, centers)
+        layout = (
+            (tensor.numel(), tensor.shape[-1])
+            if tensor.is_contiguous()
+            else (tensor.shape, tensor.stride())
+        )
+        place = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tensor.dtype,
+            layout,
+            centers,
+        )
         if place not in codes:
             computed = None if centers else self._computed(tensor, saved, codes)
             codes[place] = computed or packed(tensor, centers)
@@ -251,7 +300,8 @@ class Packer:
     def _computed(
         self, tensor: torch.Tensor, saved: dict[Node, Saved], codes: dict[tuple, Codes]
     ) -> ComputedValues | None:
-        """Return a tensor as the result of an activation function of this walk; None for any other."""
+        """Return a tensor as the result of an activation function of this walk; None for any
+        other."""
         node = tensor.grad_fn
         if node not in saved or "self" not in saved[node] or node.name() not in _ACTIVATIONS:
             return None
@@ -293,9 +343,11 @@ def _nodes_of(values: Any) -> list[Node]:
     return [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
 
 
-def _walk(results: list[Node], inputs: list[Node]) -> tuple[dict[Node, list[Node | None]], tuple[Node, ...]]:
-    """Return the nodes made between inputs and results, oldest first, each with the nodes of its inputs; and the nodes
-    before them. Marked modules are passed over."""
+def _walk(
+    results: list[Node], inputs: list[Node]
+) -> tuple[dict[Node, list[Node | None]], tuple[Node, ...]]:
+    """Return the nodes made between inputs and results, oldest first, each with the nodes of its
+    inputs; and the nodes before them. Marked modules are passed over."""
     start = max((node._sequence_nr() for node in inputs), default=-1)
     made, before, remaining = {}, {}, list(results)
     while remaining:
@@ -306,17 +358,26 @@ def _walk(results: list[Node], inputs: list[Node]) -> tuple[dict[Node, list[Node
             before[node] = None
         else:
             mark = node.metadata.get(_MARK)
-            made[node] = [parent for parent, _ in node.next_functions] if mark is None else list(mark.before)
+            made[node] = (
+                [parent for parent, _ in node.next_functions] if mark is None else list(mark.before)
+            )
             remaining += made[node]
-    return {node: made[node] for node in sorted(made, key=lambda node: node._sequence_nr())}, tuple(before)
+    return {node: made[node] for node in sorted(made, key=lambda node: node._sequence_nr())}, tuple(
+        before
+    )
 
 
 def _saved(node: Node, kept: Kept) -> Saved:
     """Map the fields of a node that can be packed to (PyTorch's saved tensor, its value)."""
     saved, all_fields = {}, kept is _VALUES
-    raws = node._raw_saved_tensors if all_fields else [getattr(node, f"_raw_saved_{field}") for field in kept.fields]
+    raws = (
+        node._raw_saved_tensors
+        if all_fields
+        else [getattr(node, f"_raw_saved_{field}") for field in kept.fields]
+    )
     for field, raw in zip(range(len(raws)) if all_fields else kept.fields, raws, strict=True):
-        if raw.unpack_hook is not None or not isinstance(raw.data, torch.Tensor):  # others have hooks, or None
+        # others have hooks, or None
+        if raw.unpack_hook is not None or not isinstance(raw.data, torch.Tensor):
             continue
         try:
             tensor = node.saved_tensors[field] if all_fields else getattr(node, f"_saved_{field}")
@@ -332,12 +393,17 @@ def _is_packable(tensor: torch.Tensor) -> bool:
     if type(tensor) not in PLAIN or tensor.dtype not in DTYPES or tensor.numel() < FEWEST:
         return False
     owner = tensor if tensor._base is None else tensor._base
-    return tensor.shape[-1] >= SHORTEST_ROW and owner.grad_fn is not None and 0 not in tensor.stride()
+    return (
+        tensor.shape[-1] >= SHORTEST_ROW and owner.grad_fn is not None and 0 not in tensor.stride()
+    )
 
 
-def _is_result(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], read: torch.Tensor) -> bool:
-    """Return True if a tensor is still the result of the activation function. Changes without autograd leave no other
-    trace: `tensor.data` has its own version. On a GPU, the comparison waits for the device."""
+def _is_result(
+    tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], read: torch.Tensor
+) -> bool:
+    """Return True if a tensor is still the result of the activation function. Changes without
+    autograd leave no other trace: `tensor.data` has its own version. On a GPU, the comparison waits
+    for the device."""
     if tensor.shape != read.shape or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     return not is_eager(tensor) or torch.equal(function(read), tensor)
@@ -351,10 +417,11 @@ class PackedValues(NamedTuple):
 
         value = code * 2**(scale - 127)        1 byte an element, and 1 byte (E8M0) a block: 33/32 bytes an element
 
-    The blocks are those of `mxfp8`. The error of a value is at most 2**-4 of itself or 2**-16 of its block's largest,
-    whichever is more. Zeros, signs, NaN and inf are kept, and nonzero values stay nonzero: backward may divide by them.
-    (Other values of a block with an inf become the smallest.) If backward reads distances from row means, the codes
-    store these distances, next to the mean in FP32.
+    The blocks are those of `mxfp8`. The error of a value is at most 2**-4 of itself or 2**-16 of
+    its block's largest, whichever is more. Zeros, signs, NaN and inf are kept, and nonzero values
+    stay nonzero: backward may divide by them. (Other values of a block with an inf become the
+    smallest.) If backward reads distances from row means, the codes store these distances, next to
+    the mean in FP32.
     """
 
     quantized: Quantized
@@ -378,7 +445,9 @@ class PackedValues(NamedTuple):
         if len(codes) <= rows:
             return _values(self.quantized, self.dtype).view(shape)
         values = torch.empty(codes.shape, dtype=self.dtype, device=codes.device)
-        for out, *part in zip(values.split(rows), *(stored.split(rows) for stored in self.quantized), strict=True):
+        for out, *part in zip(
+            values.split(rows), *(stored.split(rows) for stored in self.quantized), strict=True
+        ):
             out.copy_(_values(Quantized(*part), self.dtype))
         return values.view(shape)
 
@@ -410,7 +479,8 @@ def packed(values: torch.Tensor, centers: bool = False) -> PackedValues:
 
 
 class ValuesFunction(torch.autograd.Function):
-    """Base of functions with saved tensors that may be packed: their backward tolerates errors of 2**-4."""
+    """Base of functions with saved tensors that may be packed: their backward tolerates errors of
+    2**-4."""
 
 
 class ComputedValues(NamedTuple):
@@ -445,7 +515,8 @@ def _unpack(held: Held) -> torch.Tensor:
     """
     if torch.is_grad_enabled() and inside_backward():
         raise FP8BackendError(
-            "create_graph=True: what was kept in FP8 (saved_activations) has no exact derivative; compute it in "
-            "evaluation mode (model.eval()), in which nothing is packed, or leave saved_activations out"
+            "create_graph=True: what was kept in FP8 (saved_activations) has no exact derivative; "
+            "compute it in evaluation mode (model.eval()), in which nothing is packed, or leave "
+            "saved_activations out"
         )
     return held.values.unpacked(held.shape)

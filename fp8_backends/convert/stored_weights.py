@@ -1,4 +1,5 @@
-"""Store the weights of converted layers in the form of a backend and a level, and make them plain for a while."""
+"""Store the weights of converted layers in the form of a backend and a level, and make them plain
+for a while."""
 
 import contextlib
 from collections.abc import Iterator
@@ -30,35 +31,41 @@ def store_weights(root: nn.Module, prepared: Prepared) -> None:
             if levels.make_plain not in undo:
                 undo.append(levels.make_plain)
     ddp.ignore(root)
-    prepared.undo += [undo for undo in (ddp.forget, levels.forget_ties) if undo not in prepared.undo]
+    prepared.undo += [
+        undo for undo in (ddp.forget, levels.forget_ties) if undo not in prepared.undo
+    ]
 
 
 def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
-    """Cast each weight to FP8 once per optimizer step, not in each forward of an accumulated step. Results are
-    bit-identical.
+    """Cast each weight to FP8 once per optimizer step, not in each forward of an accumulated step.
+    Results are bit-identical.
 
-    Only weights with a gradient at the last step of a prepared optimizer keep codes. The next step discards them, and
-    so does any other change of the weight except a write through `weight.data` between two microbatches. Codes take one
-    byte an element; rules with one scale a tensor hold them until backward anyway. `native:delayed` (its scales move
-    with every forward), other backends and compiled code ignore the setting. An `Accelerator` with
-    `gradient_accumulation_steps` above 1 turns it on automatically if weights are whole on every rank.
+    Only weights with a gradient at the last step of a prepared optimizer keep codes. The next step
+    discards them, and so does any other change of the weight except a write through `weight.data`
+    between two microbatches. Codes take one byte an element; rules with one scale a tensor hold
+    them until backward anyway. `native:delayed` (its scales move with every forward), other
+    backends and compiled code ignore the setting. An `Accelerator` with
+    `gradient_accumulation_steps` above 1 turns it on automatically if weights are whole on every
+    rank.
 
     Args:
         model: prepared, or holds prepared models.
         keep: False turns it off again.
 
     Raises:
-        FP8BackendError: nothing is prepared, or weights are sharded: they are gathered for each forward, and their
-            codes would take the memory that sharding saves.
+        FP8BackendError: nothing is prepared, or weights are sharded: they are gathered for each
+            forward, and their codes would take the memory that sharding saves.
     """
     check_is_module(model)
     roots = prepared_roots(model)
     if not roots:
-        raise FP8BackendError("no model here is prepared: fp8_backends.prepare(model, optimizer, spec) comes first")
+        raise FP8BackendError(
+            "no model here is prepared: fp8_backends.prepare(model, optimizer, spec) comes first"
+        )
     if keep and any(is_distributed(p) or hasattr(p, "ds_id") for p in model.parameters()):
         raise FP8BackendError(
-            "weights are sharded (FSDP2 or DeepSpeed ZeRO-3), and codes would take the memory that sharding saves: "
-            "leave keep_weight_casts out"
+            "weights are sharded (FSDP2 or DeepSpeed ZeRO-3), and codes would take the memory that "
+            "sharding saves: leave keep_weight_casts out"
         )
     for _, root, prepared in roots:
         prepared.compute.keep_weight_casts(root, keep)
@@ -68,22 +75,24 @@ def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:
 def plain_weights(model: nn.Module) -> Iterator[nn.Module]:
     """Make every weight of a prepared model an ordinary tensor inside.
 
-    Parameters stay the same objects. Inside they hold their exact values in memory readable and writable by any
-    library (`data_ptr()`, NumPy, DLPack, safetensors), and a copy of the model keeps plain weights. Afterwards each
-    weight is stored as before: bit-exactly if unchanged; changes are kept like those of an operation in place, in FP32
-    until the optimizer's next step. Gradients stay unchanged.
+    Parameters stay the same objects. Inside they hold their exact values in memory readable and
+    writable by any library (`data_ptr()`, NumPy, DLPack, safetensors), and a copy of the model
+    keeps plain weights. Afterwards each weight is stored as before: bit-exactly if unchanged;
+    changes are kept like those of an operation in place, in FP32 until the optimizer's next step.
+    Gradients stay unchanged.
 
-    Inside, evaluate the model, read it, change it; train it outside. The plain weights take additional memory. A model
-    with plain weights (level O0, or not prepared) stays unchanged, and layers restored inside by
-    `fp8_backends.restore` stay plain.
+    Inside, evaluate the model, read it, change it; train it outside. The plain weights take
+    additional memory. A model with plain weights (level O0, or not prepared) stays unchanged, and
+    layers restored inside by `fp8_backends.restore` stay plain.
 
     Args:
         model: prepared, or holds prepared models; possibly inside DDP and `torch.compile`.
 
     Raises:
-        FP8BackendError: `model` is no module; weights are sharded, or shared out between ranks; or another object, such
-            as a graph, refers to one; nothing has changed then. At the end: the same, or a frozen FP8 weight was
-            changed; the named weights are plain then, with the new values.
+        FP8BackendError: `model` is no module; weights are sharded, or shared out between ranks; or
+            another object, such as a graph, refers to one; nothing has changed then. At the end:
+            the same, or a frozen FP8 weight was changed; the named weights are plain then, with the
+            new values.
     """
     check_is_module(model)
     weights = _stored_weights(model)
@@ -123,14 +132,21 @@ class StoredWeight:
         if not is_same or CONVERSION not in self.layer.__dict__ or not _is_plain(self.parameter):
             return None  # replaced or restored since; or tied to an earlier layer
         values = self.parameter.detach()
-        if any(getattr(values, name) != getattr(self.form, name) for name in ("shape", "dtype", "device")):
+        if any(
+            getattr(values, name) != getattr(self.form, name)
+            for name in ("shape", "dtype", "device")
+        ):
             return None  # moved or cast: `store_weights` stores it
         form = self.form
         try:
             if isinstance(form, ScaledTensor):
                 keep_changes(form, values)
             else:  # a frozen weight, this package's or TransformerEngine's
-                frozen = form.exact() if isinstance(form, BlockCodes) else form.dequantize(dtype=form.dtype)
+                frozen = (
+                    form.exact()
+                    if isinstance(form, BlockCodes)
+                    else form.dequantize(dtype=form.dtype)
+                )
                 if not torch.equal(values, frozen):
                     return (
                         f"{self.name}: a frozen FP8 weight cannot hold what was written to it: "
@@ -149,8 +165,9 @@ def _stored_weights(model: nn.Module) -> list[StoredWeight]:
             weight, name = layer.weight, f"{prefix}.{weight_name(name, layer)}".strip(".")
             if is_distributed(weight) or getattr(weight, "shared_out", False):
                 raise FP8BackendError(
-                    f"{name}: this rank has only a part of it (sharded weights, or levels O3 and O4 under DDP): call "
-                    "accelerator.get_state_dict(model) on all ranks, or prepare with shard_states=False under DDP"
+                    f"{name}: this rank has only a part of it (sharded weights, or levels O3 and "
+                    "O4 under DDP): call accelerator.get_state_dict(model) on all ranks, or "
+                    "prepare with shard_states=False under DDP"
                 )
             if not _is_plain(weight):
                 refuse_if_held(weight, name)

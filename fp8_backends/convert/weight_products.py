@@ -1,6 +1,8 @@
-"""Find the weights that a model multiplies by; conversion works on this list, and every share is counted over it.
+"""Find the weights that a model multiplies by; conversion works on this list, and every share is
+counted over it.
 
-Embeddings and norms are none; Parameters of modules with their own product are (`nn.MultiheadAttention`).
+Embeddings and norms are none; Parameters of modules with their own product are
+(`nn.MultiheadAttention`).
 """
 
 import contextlib
@@ -18,31 +20,53 @@ from torch.nn.parameter import is_lazy
 from ..recipes.handlers import Recipe
 from ..tensors.block_codes import BlockCodes
 from ..tensors.sharded_tensor import full_shape
-from ..torch_tools.modules import CONVERSION, PLAIN_CONVERSION, Conversion, forward_obstacle, part_layer, plain_name
+from ..torch_tools.modules import (
+    CONVERSION,
+    PLAIN_CONVERSION,
+    Conversion,
+    forward_obstacle,
+    part_layer,
+    plain_name,
+)
 from ..words import as_html, by_reason, counted, listed, share
 from . import conv1d, features, quantized_layers
 
 FP8, HIGH_PRECISION, FOREIGN_FP8 = "fp8", "high precision", "foreign fp8"
-"""Precision of a weight product. The last is FP8 of another library, such as transformers' `FP8Linear`."""
+"""Precision of a weight product. The last is FP8 of another library, such as transformers'
+`FP8Linear`."""
 
 CONVOLUTION = "convolution"
-"""Kind of a convolution. Only a forward shows the number of products with its weight for each token."""
+"""Kind of a convolution. Only a forward shows the number of products with its weight for each
+token."""
 BILINEAR = "Bilinear"
 NEVER_IN_FP8 = (CONVOLUTION, BILINEAR)
-COUNTED = {"Linear": ("Linear", "head", "router", "adapter"), "Conv1D": ("Conv1D",), "experts": ("experts",)}
+COUNTED = {
+    "Linear": ("Linear", "head", "router", "adapter"),
+    "Conv1D": ("Conv1D",),
+    "experts": ("experts",),
+}
 """Titles in reports for kinds of weights with FP8 products."""
 
-HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "head"})
+HEAD_NAMES = frozenset(
+    {"lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "head"}
+)
 """Last segments in the name of a Linear that is an output head."""
 ROOT_HEAD_NAMES = frozenset({"output"})
 """The same for a direct child of the model; deeper down the name is common for other layers."""
 ROUTER_NAMES = frozenset({"gate", "router"})
-"""Segments in the name of a router: a Linear or weight inside such a module. `gate_proj` is none."""
+"""Segments in the name of a router: a Linear or weight inside such a module. `gate_proj` is
+none."""
 
 _ADAPTER_SEGMENTS = frozenset({"base_layer", "original_module", "modules_to_save", "default"})
 _WEIGHT_NAME = re.compile(r"weight|_proj$")
 _NOT_A_PRODUCT = re.compile(r"embed|norm|conv", re.IGNORECASE)
-_WITHOUT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.ParameterList, nn.ParameterDict)
+_WITHOUT_PRODUCTS = (
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.LayerNorm,
+    nn.ParameterList,
+    nn.ParameterDict,
+)
 _DEFAULT_EXCLUSIONS = {
     kind: f"{words}: kept in high precision (name it with + in include to convert it, too)"
     for kind, words in (("head", "output head"), ("router", "router"), ("adapter", "adapter"))
@@ -54,15 +78,17 @@ class WeightProduct:
     """A weight that the model multiplies its activations by."""
 
     name: str
-    """The module's name, or the Parameter's if the module is no Linear or Conv1D; "" for a root Linear."""
+    """The module's name, or the Parameter's if the module is no Linear or Conv1D; "" for a root
+    Linear."""
     kind: str
-    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter`, `convolution`, `parameter`, … or a foreign class."""
+    """`Linear`, `Conv1D`, `experts`, `head`, `router`, `adapter`, `convolution`, `parameter`, … or
+    a foreign class."""
     in_features: int
     """Input elements summed into one output element; under the kernel of a convolution."""
     out_features: int
     flops: float
-    """Forward FLOPs per token: 2 * in * out, times the number of experts that a token visits; for a convolution per
-    output position (transposed: per input position)."""
+    """Forward FLOPs per token: 2 * in * out, times the number of experts that a token visits; for a
+    convolution per output position (transposed: per input position)."""
     state: str = HIGH_PRECISION
     reason: str | None = None
     """Reason against this package's FP8; a note, or None, for `fp8`."""
@@ -101,19 +127,31 @@ class ConversionReport:
     @property
     def high_precision(self) -> dict[str, str]:
         """Names of the weights in high precision, each with its reason."""
-        return {product.name: product.reason for product in self.products if product.state == HIGH_PRECISION}
+        return {
+            product.name: product.reason
+            for product in self.products
+            if product.state == HIGH_PRECISION
+        }
 
     @property
     def foreign_fp8(self) -> dict[str, str]:
         """Names of the weights in FP8 of another library, each with that library's class."""
-        return {product.name: product.reason for product in self.products if product.state == FOREIGN_FP8}
+        return {
+            product.name: product.reason
+            for product in self.products
+            if product.state == FOREIGN_FP8
+        }
 
     @property
     def flops_share(self) -> float:
-        """Share of the weight FLOPs in converted weights, 0 to 1, for a token that passes all: the upper bound of a
-        step's share. Before a forward, a convolution counts with one position."""
+        """Share of the weight FLOPs in converted weights, 0 to 1, for a token that passes all: the
+        upper bound of a step's share. Before a forward, a convolution counts with one position."""
         total = sum(product.flops for product in self.products)
-        return sum(product.flops for product in self.products if product.state == FP8) / total if total else 0.0
+        return (
+            sum(product.flops for product in self.products if product.state == FP8) / total
+            if total
+            else 0.0
+        )
 
     @property
     def has_convolutions(self) -> bool:
@@ -136,7 +174,11 @@ class ConversionReport:
 
     @property
     def _names_by_state(self) -> dict[str, str]:
-        noted = [(p.name, f"in FP8 ({p.reason})" if p.reason else "in FP8") for p in self.products if p.state == FP8]
+        noted = [
+            (p.name, f"in FP8 ({p.reason})" if p.reason else "in FP8")
+            for p in self.products
+            if p.state == FP8
+        ]
         groups = by_reason([*noted, *self.foreign_fp8.items(), *self.high_precision.items()])
         return {reason: listed(names) for reason, names in groups}
 
@@ -178,7 +220,8 @@ class Found:
 
 
 def find_weight_products(model: nn.Module) -> list[Found]:
-    """Return the weight products of `model` in the order of `named_modules`, a shared module once."""
+    """Return the weight products of `model` in the order of `named_modules`, a shared module
+    once."""
     modules: dict[int, nn.Module] = {}
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -199,8 +242,15 @@ def find_weight_products(model: nn.Module) -> list[Found]:
                 obstacle = f"{kind}, frozen: FP8 of a checkpoint that is not multiplied here"
             if (key, part) in adapted:
                 obstacle = "adapted by PEFT: the weight that is multiplied is computed anew in each forward"
-            flops = 2 * sizes[0] * sizes[1] * math.prod(visits(full_names[0], module, part) for visits in counters)
-            product = WeightProduct(full_names[0], kind, *sizes, flops, state, aliases=tuple(full_names[1:]))
+            flops = (
+                2
+                * sizes[0]
+                * sizes[1]
+                * math.prod(visits(full_names[0], module, part) for visits in counters)
+            )
+            product = WeightProduct(
+                full_names[0], kind, *sizes, flops, state, aliases=tuple(full_names[1:])
+            )
             weight = Found(product, module, part, obstacle, _DEFAULT_EXCLUSIONS.get(kind))
             if weight.conversion is not None:
                 product.state = FP8
@@ -210,8 +260,11 @@ def find_weight_products(model: nn.Module) -> list[Found]:
     return weights
 
 
-def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple[int, int], str | None]]:
-    """Yield (Parameter name or "", kind, (in, out), obstacle) of each weight multiplied by this module itself."""
+def _products_of(
+    module: nn.Module, name: str
+) -> Iterator[tuple[str, str, tuple[int, int], str | None]]:
+    """Yield (Parameter name or "", kind, (in, out), obstacle) of each weight multiplied by this
+    module itself."""
     if hasattr(type(module), "fp8_owner"):
         return  # another module has the Parameter
     if conv1d.is_conv1d(module):
@@ -223,13 +276,16 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
         if module.in_channels and module.out_channels:  # else lazy
             kernel = math.prod(module.kernel_size)
             sizes = (module.in_channels // module.groups * kernel, module.out_channels)
-            if module.transposed:  # each input element is multiplied by the kernels of all outputs of its group
+            # each input element is multiplied by the kernels of all outputs of its group
+            if module.transposed:
                 sizes = (module.in_channels, module.out_channels // module.groups * kernel)
             yield "", CONVOLUTION, sizes, "convolution: FP8 has no product for it"
     elif isinstance(module, nn.Bilinear):
         sizes = (module.in1_features * module.in2_features, module.out_features)
         yield "", BILINEAR, sizes, "nn.Bilinear: FP8 has no product of two inputs with a weight"
-    elif not isinstance(module, _WITHOUT_PRODUCTS) and not _NOT_A_PRODUCT.search(type(module).__name__):
+    elif not isinstance(module, _WITHOUT_PRODUCTS) and not _NOT_A_PRODUCT.search(
+        type(module).__name__
+    ):
         for part, parameter in module._parameters.items():
             if parameter is None or is_lazy(parameter) or "bias" in part:
                 continue
@@ -237,13 +293,25 @@ def _products_of(module: nn.Module, name: str) -> Iterator[tuple[str, str, tuple
             if found := next(filter(None, features.run("find_part", module, name, part)), None):
                 yield part, *found
             elif len(shape) == 2 and min(shape) > 1 and _WEIGHT_NAME.search(part):
-                kind = "router" if _is_router(name) or "router" in type(module).__name__.lower() else "parameter"
-                obstacle = f"{type(module).__name__} multiplies by this Parameter itself, without a Linear"
-                yield part, kind, shape[::-1], f"router: {obstacle}" if kind == "router" else obstacle
+                kind = (
+                    "router"
+                    if _is_router(name) or "router" in type(module).__name__.lower()
+                    else "parameter"
+                )
+                obstacle = (
+                    f"{type(module).__name__} multiplies by this Parameter itself, without a Linear"
+                )
+                yield (
+                    part,
+                    kind,
+                    shape[::-1],
+                    f"router: {obstacle}" if kind == "router" else obstacle,
+                )
 
 
 def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
-    """Return the reason against replacing this layer by any backend's, or None. `plain`: the only supported class."""
+    """Return the reason against replacing this layer by any backend's, or None. `plain`: the only
+    supported class."""
     weight = layer._parameters.get("weight")
     if CONVERSION in layer.__dict__:
         return None
@@ -252,7 +320,9 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
     if torch.nn.utils.parametrize.is_parametrized(layer):
         return "parametrized: its weight is computed anew in each forward"
     if type(layer) is not plain and PLAIN_CONVERSION not in layer.__dict__:
-        return f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
+        return (
+            f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
+        )
     if replaced := forward_obstacle(layer):
         return replaced
     if weight is None:
@@ -267,7 +337,8 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
 
 
 def offloaded_modules(model: nn.Module) -> set[int]:
-    """Return the identities of modules with weights on the meta device between forwards, by Accelerate's hooks."""
+    """Return the identities of modules with weights on the meta device between forwards, by
+    Accelerate's hooks."""
     offloaded: set[int] = set()
     for module in model.modules():
         outer = module.__dict__.get("_hf_hook")
@@ -278,13 +349,19 @@ def offloaded_modules(model: nn.Module) -> set[int]:
 
 
 def memory_sharers(model: nn.Module) -> dict[int, str]:
-    """Map the identity of each Parameter in overlapping (or interleaved) memory to the name of one that overlaps."""
+    """Map the identity of each Parameter in overlapping (or interleaved) memory to the name of one
+    that overlaps."""
     views: dict[int, list[tuple[int, int, str, int]]] = defaultdict(list)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if type(tensor) in (nn.Parameter, torch.Tensor) and tensor.numel():
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            last = sum(
+                (size - 1) * stride
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
             begin, end = (tensor.itemsize * (tensor.storage_offset() + at) for at in (0, last + 1))
-            views[tensor.untyped_storage()._cdata].append((begin, end, plain_name(name), id(tensor)))
+            views[tensor.untyped_storage()._cdata].append(
+                (begin, end, plain_name(name), id(tensor))
+            )
     sharers: dict[int, str] = {}
     for views_of_storage in views.values():
         furthest, *others = sorted(views_of_storage)
@@ -301,12 +378,18 @@ def _is_router(name: str) -> bool:
 
 
 def _head_test(modules: Iterable[nn.Module]) -> Callable[[nn.Module, list[str]], bool]:
-    """Return a test for output heads: by `get_output_embeddings`, an embedding's weight, or a head's name."""
+    """Return a test for output heads: by `get_output_embeddings`, an embedding's weight, or a
+    head's name."""
     declared: set[int] = set()
-    embeddings = {id(module._parameters.get("weight")) for module in modules if isinstance(module, nn.Embedding)}
+    embeddings = {
+        id(module._parameters.get("weight"))
+        for module in modules
+        if isinstance(module, nn.Embedding)
+    }
     for module in modules:
         if callable(getattr(type(module), "get_output_embeddings", None)):
-            # a backbone inherits the method without a head, or the name means something else in this model
+            # a backbone inherits the method without a head, or the name means something else in
+            # this model
             with contextlib.suppress(Exception):
                 declared.update(map(id, module.get_output_embeddings().modules()))
 
@@ -323,15 +406,19 @@ def _head_test(modules: Iterable[nn.Module]) -> Callable[[nn.Module, list[str]],
 
 
 def _peft_parts(modules: Iterable[nn.Module]) -> tuple[set[int], set[tuple[int, str]]]:
-    """Return PEFT's adapters by identity, such as LoRA's A and B, and the Parameters that PEFT adapts directly
-    (`target_parameters`), by (identity of the module, name)."""
+    """Return PEFT's adapters by identity, such as LoRA's A and B, and the Parameters that PEFT
+    adapts directly (`target_parameters`), by (identity of the module, name)."""
     adapters: set[int] = set()
     adapted: set[tuple[int, str]] = set()
     for module in modules:
         base = module._modules.get("base_layer")
         if not isinstance(base, nn.Module):
             continue
-        beside = [child for name, child in module._modules.items() if name != "base_layer" and child is not None]
+        beside = [
+            child
+            for name, child in module._modules.items()
+            if name != "base_layer" and child is not None
+        ]
         adapters.update(id(part) for child in beside for part in child.modules())
         if isinstance(part := module.__dict__.get("parameter_name"), str):
             while isinstance(inner := base._modules.get("base_layer"), nn.Module):

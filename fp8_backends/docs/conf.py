@@ -1,9 +1,9 @@
 """Configure Sphinx for the documentation: `python -m sphinx -W fp8_backends/docs OUTPUT`.
 
-The pages are plain reStructuredText and link to each other by file name (`Levels <levels.rst>`_), for code hosts. On
-the site such a link leads to the page or example, or becomes the path of another file. A picture `NAME_light.svg`
-is followed by its dark variant. `FP8_BACKENDS_DOCS_VERSIONS="latest 0.1.0"` lists the published versions, in folders
-side by side.
+The pages are plain reStructuredText and link to each other by file name (`Levels <levels.rst>`_),
+for code hosts. On the site such a link leads to the page or example, or becomes the path of another
+file. A picture `NAME_light.svg` is followed by its dark variant.
+`FP8_BACKENDS_DOCS_VERSIONS="latest 0.1.0"` lists the published versions, in folders side by side.
 """
 
 import os
@@ -61,7 +61,8 @@ def resolve_links(app, doctree, docname):
 
 
 def add_dark_pictures(app, doctree):
-    """Follow each picture `NAME_light.svg` by its dark variant. The style sheet of the theme shows one."""
+    """Follow each picture `NAME_light.svg` by its dark variant. The style sheet of the theme shows
+    one."""
     for image in list(doctree.findall(nodes.image)):
         if image["uri"].endswith("_light.svg") and "only-light" not in image["classes"]:
             dark = image.deepcopy()

@@ -32,39 +32,46 @@ class Audit:
     """The result of `audit`: names, numbers, text."""
 
     recipe: str
-    """Backend string of the prepared model; several, joined by a comma, if parts were prepared apart."""
+    """Backend string of the prepared model; several, joined by a comma, if parts were prepared
+    apart."""
     products: dict[str, dict[str, int]] = field(default_factory=dict)
-    """FP8 products of each converted layer: `fprop`, `dgrad`, `wgrad`, and `recomputed` (forward again, by activation
-    checkpointing). Since `prepare` for a backend with counters; of one profiled step for the others (`ao`)."""
+    """FP8 products of each converted layer: `fprop`, `dgrad`, `wgrad`, and `recomputed` (forward
+    again, by activation checkpointing). Since `prepare` for a backend with counters; of one
+    profiled step for the others (`ao`)."""
     engine: dict[str, str] = field(default_factory=dict)
-    """Engine of each converted layer's products: `scaled_mm`, `bf16-exact`, `fp32-exact`, `emulated`, `te`, `ao`."""
+    """Engine of each converted layer's products: `scaled_mm`, `bf16-exact`, `fp32-exact`,
+    `emulated`, `te`, `ao`."""
     flops_share: float = 0.0
-    """FP8 share, 0 to 1, of all FLOPs of products with weights in training, convolutions included. Each weight counts
-    with its rows in the first step, or one for each token if that step was compiled."""
+    """FP8 share, 0 to 1, of all FLOPs of products with weights in training, convolutions included.
+    Each weight counts with its rows in the first step, or one for each token if that step was
+    compiled."""
     uncounted: list[str] = field(default_factory=list)
-    """Convolutions missing from `flops_share`: compiled, or their weights multiplied by another module."""
+    """Convolutions missing from `flops_share`: compiled, or their weights multiplied by another
+    module."""
     high_precision: dict[str, str] = field(default_factory=dict)
     """Reason for each of the other weights to stay in high precision."""
     foreign_fp8: dict[str, str] = field(default_factory=dict)
-    """Weights in FP8 of another library, by name, such as transformers' `FP8Linear`: frozen, and not proven here."""
+    """Weights in FP8 of another library, by name, such as transformers' `FP8Linear`: frozen, and
+    not proven here."""
     bytes_per_element: dict[str, float | None] = field(default_factory=dict)
-    """Bytes of an element of the converted weights: `weight`, `master`, `gradient`, `optimizer`, `total`. None without
-    a known optimizer. The residuals of weights (O4) count as masters. For shared tensors: bytes on this rank over
-    elements on all ranks."""
+    """Bytes of an element of the converted weights: `weight`, `master`, `gradient`, `optimizer`,
+    `total`. None without a known optimizer. The residuals of weights (O4) count as masters. For
+    shared tensors: bytes on this rank over elements on all ranks."""
     bytes_per_parameter: dict[str, float | None] = field(default_factory=dict)
     """The same for the whole model; `weight` includes copies held from forward to backward."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Dtypes of the converted weights, their gradients and optimizer states."""
     gradient_source: str = "none"
-    """Source of the gradients' bytes: `live` (`.grad`), `last step` (its dtype, `.grad` being freed), `released`
-    (there are none: backward steps and drops them), `none`."""
+    """Source of the gradients' bytes: `live` (`.grad`), `last step` (its dtype, `.grad` being
+    freed), `released` (there are none: backward steps and drops them), `none`."""
     lost_updates: float | None = None
-    """Share of the weight updates lost to rounding. With scaled weights (O1 to O4) a projection of the optimizer's next
-    step on the exact update; else None."""
+    """Share of the weight updates lost to rounding. With scaled weights (O1 to O4) a projection of
+    the optimizer's next step on the exact update; else None."""
 
     saved_activations: dict[str, int] = field(default_factory=dict)
-    """FP8 activations of the last training forward, without the codes of converted layers: `tensors`, `bytes`, and
-    `plain_bytes`, their size in high precision. Empty unless the recipe saves activations in FP8."""
+    """FP8 activations of the last training forward, without the codes of converted layers:
+    `tensors`, `bytes`, and `plain_bytes`, their size in high precision. Empty unless the recipe
+    saves activations in FP8."""
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to dictionaries, numbers and text, ready for JSON."""
@@ -93,20 +100,36 @@ class Audit:
 
     def _tables(self) -> Iterator[list[tuple[str, ...]]]:
         kinds = (*KINDS, "recomputed")
-        products = [(name, *map(str, map(of.get, kinds)), self.engine[name]) for name, of in self.products.items()]
+        products = [
+            (name, *map(str, map(of.get, kinds)), self.engine[name])
+            for name, of in self.products.items()
+        ]
         for headings, rows in (
             (("layer", *kinds, "engine"), products),
             (("in high precision", "reason"), self.high_precision.items()),
             (("in FP8 of others", "reason"), self.foreign_fp8.items()),
         ):
-            groups: dict[tuple[str, ...], list[str]] = {}  # rows of layers that differ only in a number
+            # rows of layers that differ only in a number
+            groups: dict[tuple[str, ...], list[str]] = {}
             for name, *cells in rows:
                 groups.setdefault((re.sub(r"\d+", "*", name), *cells), []).append(name or "(root)")
             if groups:
-                patterns = [f"{of} x{len(names)}" if len(names) > 1 else names[0] for (of, *_), names in groups.items()]
-                yield [headings, *((pattern, *cells) for pattern, (_, *cells) in zip(patterns, groups, strict=True))]
+                patterns = [
+                    f"{of} x{len(names)}" if len(names) > 1 else names[0]
+                    for (of, *_), names in groups.items()
+                ]
+                yield [
+                    headings,
+                    *(
+                        (pattern, *cells)
+                        for pattern, (_, *cells) in zip(patterns, groups, strict=True)
+                    ),
+                ]
         rows = [("bytes", *BYTE_KEYS, "total")]
-        for title, measured in (("per element", self.bytes_per_element), ("per parameter", self.bytes_per_parameter)):
+        for title, measured in (
+            ("per element", self.bytes_per_element),
+            ("per parameter", self.bytes_per_parameter),
+        ):
             sizes = [measured.get(key) for key in rows[0][1:]]
             rows.append((title, *("?" if size is None else f"{size:.4g}" for size in sizes)))
         yield rows
@@ -116,7 +139,8 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     """Measure FP8 products and bytes of a live model, prepared or not.
 
     Args:
-        model: prepared by this package, or not (then nothing is in FP8). May be wrapped (DDP, `torch.compile`, PEFT).
+        model: prepared by this package, or not (then nothing is in FP8). May be wrapped (DDP,
+            `torch.compile`, PEFT).
         optimizer: owner of the states to weigh. Default: the optimizer prepared with the model.
 
     Raises:
@@ -125,14 +149,20 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     check_is_module(model)
     model = conversion.unwrapped(model)
     roots = conversion.prepared_roots(model)
-    optimizers = [optimizer for _, _, prepared in roots for optimizer in prepared.observed.optimizers()]
+    optimizers = [
+        optimizer for _, _, prepared in roots for optimizer in prepared.observed.optimizers()
+    ]
     if optimizer is not None:
         check_is_optimizer(optimizer)
         optimizers = [unwrapped(optimizer)]
     # DeepSpeed trains its own flat buffers, which belong to no weight: their bytes are unknown
     parameters = set(map(id, model.parameters()))
-    optimizers = [optimizer for optimizer in optimizers if not parameters.isdisjoint(parameter_ids(optimizer))]
-    result = Audit(recipe=", ".join(dict.fromkeys(prepared.name for _, _, prepared in roots)) or "not prepared")
+    optimizers = [
+        optimizer for optimizer in optimizers if not parameters.isdisjoint(parameter_ids(optimizer))
+    ]
+    result = Audit(
+        recipe=", ".join(dict.fromkeys(prepared.name for _, _, prepared in roots)) or "not prepared"
+    )
     flops = _read_roots(result, roots)
     for product in () if roots else conversion.weight_products(model):
         if product.state == FOREIGN_FP8:
@@ -144,11 +174,14 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     _read_bytes(result, model, roots, optimizers)
     for fields in features.run("audit", [root for _, root, _ in roots]):
         vars(result).update(fields)
-    losses = [optimizer.lost_updates() for optimizer in optimizers if hasattr(optimizer, "lost_updates")]
+    losses = [
+        optimizer.lost_updates() for optimizer in optimizers if hasattr(optimizer, "lost_updates")
+    ]
     result.lost_updates = max((loss for loss in losses if loss is not None), default=None)
     if result.lost_updates is not None and result.lost_updates > MANY_LOST_UPDATES:
         logger.warning(
-            f"{result.recipe}: rounding swallows {share(result.lost_updates)} of the weight updates, so the model "
+            f"{result.recipe}: rounding swallows {share(result.lost_updates)} of the weight "
+            "updates, so the model "
             'hardly trains: store weights with rounding="stochastic", or raise the learning rate'
         )
     return result
@@ -165,7 +198,8 @@ def incomplete_layers(audit: Audit, recipe: Recipe) -> dict[str, list[str]]:
 
 
 def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCounts]:
-    """Return the FP8 products of each converted layer, by its own counter or from the last profiled step."""
+    """Return the FP8 products of each converted layer, by its own counter or from the last profiled
+    step."""
     return {
         name: prepared.compute.products(module) or prepared.profiled.get(name, ProductCounts())
         for name, module in prepared.compute.converted_layers(root).items()
@@ -190,16 +224,20 @@ def count_flops(
     work: dict[str, Work] | None = None,
     tokens: float = 1,
 ) -> Flops:
-    """Sum the FLOPs of all products needed by training, and of the products in FP8 (`counts`; None predicts a step in
-    which every converted layer runs in FP8).
+    """Sum the FLOPs of all products needed by training, and of the products in FP8 (`counts`; None
+    predicts a step in which every converted layer runs in FP8).
 
-    A gradient of the output makes both gradients necessary: the weight's if it trains, the input's if an input needs
-    one. A weight not seen in the first step (`work`) counts as if every token passed it (at least `tokens`), unless it
-    is known to be idle; its products show the need for an input gradient.
+    A gradient of the output makes both gradients necessary: the weight's if it trains, the input's
+    if an input needs one. A weight not seen in the first step (`work`) counts as if every token
+    passed it (at least `tokens`), unless it is known to be idle; its products show the need for an
+    input gradient.
     """
     work = prepared.observed.work if work is None else work
     high = prepared.compute.high_precision_products(prepared.recipe)
-    trains = {plain_name(name): p.requires_grad for name, p in root.named_parameters(remove_duplicate=False)}
+    trains = {
+        plain_name(name): p.requires_grad
+        for name, p in root.named_parameters(remove_duplicate=False)
+    }
     tokens = max(tokens, tokens_of(prepared, work))
     flops = Flops()
     for product in prepared.report.products:
@@ -211,7 +249,10 @@ def count_flops(
             is_needed = _is_needed(kind, trains.get(weight, True), seen, ran, high)
             predicted = counts is None and is_needed and product.state == FP8 and kind not in high
             done.append(predicted or (ran is not None and getattr(ran, kind) > 0))
-            needed.append(done[-1] or (is_needed and (seen is not None or weight not in prepared.observed.idle)))
+            needed.append(
+                done[-1]
+                or (is_needed and (seen is not None or weight not in prepared.observed.idle))
+            )
         if seen is None and product.kind == CONVOLUTION:
             flops.uncounted += [product.name] * any(needed)
             continue
@@ -224,11 +265,15 @@ def count_flops(
 
 def tokens_of(prepared: Prepared, work: dict[str, Work]) -> float:
     """Return the most rows of any layer, used for unseen layers: 1 without any."""
-    positions = {product.name for product in prepared.report.products if product.kind == CONVOLUTION}
+    positions = {
+        product.name for product in prepared.report.products if product.kind == CONVOLUTION
+    }
     return max((seen.rows for name, seen in work.items() if name not in positions), default=1)
 
 
-def _is_needed(kind: str, trains: bool, seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]) -> bool:
+def _is_needed(
+    kind: str, trains: bool, seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]
+) -> bool:
     """Return True if training needs a product that did not run in FP8."""
     if kind == FPROP:
         return True
@@ -236,12 +281,16 @@ def _is_needed(kind: str, trains: bool, seen: Work | None, ran: ProductCounts | 
         return False
     if kind == WGRAD:
         return trains
-    return seen.input_gradient if seen is not None else ran is None or ran.wgrad == 0 or DGRAD in high
+    return (
+        seen.input_gradient if seen is not None else ran is None or ran.wgrad == 0 or DGRAD in high
+    )
 
 
 def _read_roots(result: Audit, roots: list[tuple[str, nn.Module, Prepared]]) -> list[Flops]:
     """Write products, engines and reasons of prepared roots into the audit; return their FLOPs."""
-    tokens = max((tokens_of(prepared, prepared.observed.work) for _, _, prepared in roots), default=1)
+    tokens = max(
+        (tokens_of(prepared, prepared.observed.work) for _, _, prepared in roots), default=1
+    )
     flops = []
     for prefix, root, prepared in roots:
         conversion.update_report(root, prepared)
@@ -251,8 +300,12 @@ def _read_roots(result: Audit, roots: list[tuple[str, nn.Module, Prepared]]) -> 
             result.products[_joined(prefix, name)] = asdict(counts[name])
             result.engine[_joined(prefix, name)] = prepared.compute.engine(module)
         report = prepared.report
-        result.high_precision |= {_joined(prefix, name): reason for name, reason in report.high_precision.items()}
-        result.foreign_fp8 |= {_joined(prefix, name): reason for name, reason in report.foreign_fp8.items()}
+        result.high_precision |= {
+            _joined(prefix, name): reason for name, reason in report.high_precision.items()
+        }
+        result.foreign_fp8 |= {
+            _joined(prefix, name): reason for name, reason in report.foreign_fp8.items()
+        }
         result.uncounted += [_joined(prefix, name) for name in flops[-1].uncounted]
     return flops
 
@@ -262,7 +315,8 @@ def _joined(prefix: str, name: str) -> str:
 
 
 class _Weighed(NamedTuple):
-    """Bytes of one parameter, its gradient and states on this rank, and its elements on all ranks."""
+    """Bytes of one parameter, its gradient and states on this rank, and its elements on all
+    ranks."""
 
     elements: int
     bytes: dict[str, int]
@@ -285,11 +339,17 @@ def _read_bytes(result: Audit, model: nn.Module, roots: list, optimizers: list) 
     result.bytes_per_element = _average(chosen, bool(optimizers))
     result.bytes_per_parameter = _average(list(weighed.values()), bool(optimizers), transient_bytes)
     sources = {w.gradient_source for w in chosen}
-    result.gradient_source = next((name for name in ("live", "last step", "released") if name in sources), "none")
-    result.dtypes = {key: ", ".join(sorted({w.dtypes[key] for w in chosen} - {""})) for key in BYTE_KEYS}
+    result.gradient_source = next(
+        (name for name in ("live", "last step", "released") if name in sources), "none"
+    )
+    result.dtypes = {
+        key: ", ".join(sorted({w.dtypes[key] for w in chosen} - {""})) for key in BYTE_KEYS
+    }
 
 
-def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtype: torch.dtype | None) -> _Weighed:
+def _weigh(
+    parameter: nn.Parameter, optimizers: list, gradient_dtype: torch.dtype | None
+) -> _Weighed:
     sizes, dtypes, source = dict.fromkeys(BYTE_KEYS, 0), dict.fromkeys(BYTE_KEYS, ""), "none"
 
     def add(key: str, size: int, dtype: torch.dtype) -> None:
@@ -306,7 +366,11 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtype: torch.dtyp
         source = "last step"
         add("gradient", gradient_dtype.itemsize * _local(parameter).numel(), gradient_dtype)
     state = next((o.state[parameter] for o in optimizers if parameter in o.state), {})
-    states = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+    states = {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.numel() > 1
+    }
     master, residual = getattr(_local(parameter), "master", None), residual_of(parameter)
     if master is not None:
         states["master"] = master
@@ -318,9 +382,13 @@ def _weigh(parameter: nn.Parameter, optimizers: list, gradient_dtype: torch.dtyp
     return _Weighed(parameter.numel(), sizes, dtypes, source)
 
 
-def _average(weighed: list[_Weighed], knows_optimizer: bool, transient_bytes: float = 0.0) -> dict[str, float | None]:
+def _average(
+    weighed: list[_Weighed], knows_optimizer: bool, transient_bytes: float = 0.0
+) -> dict[str, float | None]:
     elements = sum(w.elements for w in weighed) or 1
-    sizes: dict[str, float | None] = {key: sum(w.bytes[key] for w in weighed) / elements for key in BYTE_KEYS}
+    sizes: dict[str, float | None] = {
+        key: sum(w.bytes[key] for w in weighed) / elements for key in BYTE_KEYS
+    }
     sizes["weight"] += transient_bytes / elements
     if not knows_optimizer:
         return sizes | dict.fromkeys(("master", "optimizer", "total"))
@@ -328,12 +396,14 @@ def _average(weighed: list[_Weighed], knows_optimizer: bool, transient_bytes: fl
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return a tensor's bytes on this rank: the shard of a DTensor, the parts of a wrapper subclass."""
+    """Return a tensor's bytes on this rank: the shard of a DTensor, the parts of a wrapper
+    subclass."""
     return sum(inner.nbytes for inner in inner_tensors(tensor))
 
 
 def residual_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's residual of a weight at level O4, int8, or None. Products do not read it."""
+    """Return this rank's residual of a weight at level O4, int8, or None. Products do not read
+    it."""
     return getattr(_local(parameter), "residual", None)
 
 

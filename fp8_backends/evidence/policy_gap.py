@@ -26,7 +26,8 @@ class PolicyGap:
     mult_prob_error: float
     """Mean of exp(|d|): `token_mult_prob_error` of NeMo-RL."""
     effective_share: float
-    """Effective sample size of the importance weights w = exp(d), as a share of the tokens: mean(w)**2 / mean(w**2)."""
+    """Effective sample size of the importance weights w = exp(d), as a share of the tokens:
+    mean(w)**2 / mean(w**2)."""
     tokens: int
 
 
@@ -34,8 +35,8 @@ class PolicyGap:
 def policy_gap(
     trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor | None = None
 ) -> PolicyGap:
-    """Return the gap between two policies, from logprobs of the same tokens, computed in FP64. A NaN shows in all
-    figures.
+    """Return the gap between two policies, from logprobs of the same tokens, computed in FP64. A
+    NaN shows in all figures.
 
     Args:
         trainer_logprobs: of the training forward, any shape.
@@ -48,7 +49,9 @@ def policy_gap(
     tensors = [trainer_logprobs, rollout_logprobs] + ([] if mask is None else [mask])
     if len({tensor.shape for tensor in tensors}) > 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise FP8BackendError(f"policy_gap compares the same tokens, in tensors of one shape, not of {shapes}")
+        raise FP8BackendError(
+            f"policy_gap compares the same tokens, in tensors of one shape, not of {shapes}"
+        )
     differences = trainer_logprobs.double() - rollout_logprobs.to(trainer_logprobs.device).double()
     if mask is not None:
         differences = differences[mask.bool().to(differences.device)]

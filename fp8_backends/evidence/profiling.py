@@ -1,9 +1,10 @@
 """Count FP8 products with PyTorch's profiler, for backends without counters.
 
-A product inside the range of a layer's forward is an fprop (recomputed, if the range began in a backward). A product in
-a backward function belongs to the layer whose forward created the function, by autograd's sequence number; dgrad comes
-before wgrad. Products of compiled code are told apart by their shapes. The profiler is
-`torch.autograd.profiler_legacy`, one for each thread: Kineto, one for the process, crashes if two threads start it.
+A product inside the range of a layer's forward is an fprop (recomputed, if the range began in a
+backward). A product in a backward function belongs to the layer whose forward created the function,
+by autograd's sequence number; dgrad comes before wgrad. Products of compiled code are told apart by
+their shapes. The profiler is `torch.autograd.profiler_legacy`, one for each thread: Kineto, one for
+the process, crashes if two threads start it.
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ class Layer(NamedTuple):
     name: str
     module: nn.Module
     backward_kinds: tuple[str, ...]
-    """The FP8 products of its backward, in order: dgrad and wgrad, less the ones in high precision."""
+    """The FP8 products of its backward, in order: dgrad and wgrad, less the ones in high
+    precision."""
     results: dict[str, ProductCounts]
     """Receives its counts, by name, when the profile stops."""
 
 
 class ProductProfile:
-    """One profiled stretch of training in one thread, with which it ends: `start`, some steps, `stop`."""
+    """One profiled stretch of training in one thread, with which it ends: `start`, some steps,
+    `stop`."""
 
     def __init__(self, layers: list[Layer]) -> None:
         self.layers = layers
@@ -70,18 +73,19 @@ class ProductProfile:
         return self.running and self._recording() is _thread.recording
 
     def start(self, begun: nn.Module | None = None) -> bool:
-        """Begin to count. Return False if another profiler is active in this thread: PyTorch allows one. Raises
-        `FP8BackendError` if this version of PyTorch has no profiler for a thread.
+        """Begin to count. Return False if another profiler is active in this thread: PyTorch allows
+        one. Raises `FP8BackendError` if this version of PyTorch has no profiler for a thread.
 
-        `begun`: the root whose forward begins now; it may be a layer. Its profile ends another of this thread without a
-        result, and notes no shapes, so it cannot count compiled code: during compilation, shapes fail for some tensors.
+        `begun`: the root whose forward begins now; it may be a layer. Its profile ends another of
+        this thread without a result, and notes no shapes, so it cannot count compiled code: during
+        compilation, shapes fail for some tensors.
         """
         if begun is not None:
             give_way()
         if not hasattr(_autograd, "_enable_profiler_legacy"):
             raise FP8BackendError(
-                f"FP8 cannot be proven with torch {torch.__version__}, which has no profiler of a thread: install "
-                "another version of torch, or a newer fp8-backends"
+                f"FP8 cannot be proven with torch {torch.__version__}, which has no profiler of a "
+                "thread: install another version of torch, or a newer fp8-backends"
             )
         if _profiler_runs():
             return False
@@ -99,7 +103,8 @@ class ProductProfile:
             self._recording().restart()
 
     def stop(self) -> None:
-        """End, and write counts to `results`, if they are of this thread and do not lack a compiled step's shapes."""
+        """End, and write counts to `results`, if they are of this thread and do not lack a compiled
+        step's shapes."""
         recording = self._recording() if self.runs_here else None
         self.abandon()
         if recording is None:
@@ -125,20 +130,25 @@ class ProductProfile:
     __del__ = abandon
 
     def _count(self, events: list[_Event]) -> tuple[list[ProductCounts], list[tuple[bool, list]]]:
-        """Return each layer's counts in eager code, and (made by a backward, operand shapes) of compiled products."""
+        """Return each layer's counts in eager code, and (made by a backward, operand shapes) of
+        compiled products."""
         counts, compiled = [ProductCounts() for _ in self.layers], []
-        # places of the forwards that created autograd's functions; later events win: an operator without gradients
-        # shows the number of the next function
+        # places of the forwards that created autograd's functions; later events win: an operator
+        # without gradients shows the number of the next function
         creators = {
             (event.thread, event.sequence_nr): _place(event, {})[0]
             for event in events
-            if event.sequence_nr >= 0 and event.scope != _BACKWARD_FUNCTION and not event.name.startswith(_ENGINE)
+            if event.sequence_nr >= 0
+            and event.scope != _BACKWARD_FUNCTION
+            and not event.name.startswith(_ENGINE)
         }
         products_of: Counter = Counter()  # products of each backward function so far
         for product in _products(events):
             index, parent = _place(product, creators)
             if index == _OF_COMPILED_CODE:
-                in_backward = any(parent.scope == _BACKWARD_FUNCTION for parent in _parents(product))
+                in_backward = any(
+                    parent.scope == _BACKWARD_FUNCTION for parent in _parents(product)
+                )
                 compiled.append((in_backward, product.shapes()))
             elif index is not None and parent.scope != _BACKWARD_FUNCTION:
                 counts[index].add(RECOMPUTED if parent.name.endswith(_AGAIN) else FPROP)
@@ -151,12 +161,14 @@ class ProductProfile:
 
 
 class _Recording:
-    """PyTorch's running profiler of this thread, held only by the thread, and the hooks to remove at its end."""
+    """PyTorch's running profiler of this thread, held only by the thread, and the hooks to remove
+    at its end."""
 
     def __init__(self, hooks: list[RemovableHandle], shapes: bool) -> None:
         self.hooks, self.shapes = hooks, shapes
         self.given_up = False
-        """The profile ended in another thread or inside a backward: end when the thread next looks at it."""
+        """The profile ended in another thread or inside a backward: end when the thread next looks
+        at it."""
         self.records: list[list] = []
         """After `end`: the events of each thread that took part."""
         self._thread: int | None = None
@@ -166,7 +178,9 @@ class _Recording:
     def _enable(self) -> None:
         # on the host, without memory, stacks, FLOPs and modules
         switches = (self.shapes, False, False, False, False)
-        _autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *switches, _profiler._ExperimentalConfig()))
+        _autograd._enable_profiler_legacy(
+            ProfilerConfig(ProfilerState.CPU, *switches, _profiler._ExperimentalConfig())
+        )
 
     def restart(self) -> None:
         _autograd._disable_profiler_legacy()
@@ -226,7 +240,8 @@ def _give_way_to_others() -> None:
 
 
 def _hooked(marks: _Marks) -> list[RemovableHandle]:
-    # one hook under one number in all modules: a compiler guards on both, and like modules keep sharing its code
+    # one hook under one number in all modules: a compiler guards on both, and like modules keep
+    # sharing its code
     handles = []
     for module in marks.index_of:
         before = module.register_forward_pre_hook(marks)
@@ -239,10 +254,13 @@ def _hooked(marks: _Marks) -> list[RemovableHandle]:
 
 
 class _Marks(TemporaryHook):
-    """Forward hook before and after layers: open and close a layer's range. Inert in a copied model."""
+    """Forward hook before and after layers: open and close a layer's range. Inert in a copied
+    model."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self.index_of = weakref.WeakKeyDictionary({module: index for index, module in enumerate(modules)})
+        self.index_of = weakref.WeakKeyDictionary(
+            {module: index for index, module in enumerate(modules)}
+        )
         self.open: defaultdict[tuple[int, int], list[record_function]] = defaultdict(list)
         """Ranges by layer and thread: another thread may evaluate the model."""
 
@@ -264,7 +282,11 @@ class _Event:
     __slots__ = ("name", "thread", "forward_thread", "sequence_nr", "scope", "shapes", "parent")
 
     def __init__(self, record, parent: _Event | None) -> None:
-        self.name, self.scope, self.sequence_nr = record.name(), record.scope(), record.sequence_nr()
+        self.name, self.scope, self.sequence_nr = (
+            record.name(),
+            record.scope(),
+            record.sequence_nr(),
+        )
         self.thread, self.forward_thread = record.thread_id(), record.fwd_thread_id()
         self.shapes = record.shapes  # read for few
         self.parent = parent
@@ -274,7 +296,8 @@ def _read_events(records: list[list]) -> list[_Event]:
     """Return the profile's events with their parents, in order for each thread."""
     events, open_by_thread = [], defaultdict(dict)
     for record in itertools.chain.from_iterable(records):
-        around: dict[int, _Event] = open_by_thread[record.thread_id()]  # by handle, the innermost last
+        # by handle, the innermost last
+        around: dict[int, _Event] = open_by_thread[record.thread_id()]
         if record.kind() == "push":
             parent = next(reversed(around.values()), None)
             around[record.handle()] = event = _Event(record, parent)
@@ -290,8 +313,11 @@ def _parents(event: _Event) -> Iterator[_Event]:
 
 
 def _products(events: list[_Event]) -> list[_Event]:
-    """Return the products that ran, not the ones inside another or answered for a compiler's fake tensors."""
-    multiplied = {parent for event in events if event.name in PRODUCTS for parent in _parents(event)}
+    """Return the products that ran, not the ones inside another or answered for a compiler's fake
+    tensors."""
+    multiplied = {
+        parent for event in events if event.name in PRODUCTS for parent in _parents(event)
+    }
     answered = {event.parent for event in events if event.name == _MODE} - multiplied
     return [event for event in events if _is_product(event) and event not in answered]
 
@@ -302,13 +328,17 @@ def _is_product(event: _Event) -> bool:
     emulated = event.name == "aten::mm" and names[:2] == [_SUBCLASS, "aten::mm"]
     if not emulated and event.name not in PRODUCTS:
         return False
-    # a compiler's mode answers products of FP8 tensors itself; other modes run the operator of their subclass
+    # a compiler's mode answers products of FP8 tensors itself; other modes run the operator of
+    # their subclass
     nearer = names[: names.index(_SUBCLASS)] if _SUBCLASS in names else names
     return _MODE not in nearer and PRODUCTS.isdisjoint(names)
 
 
-def _place(event: _Event, creators: dict[tuple[int, int], int | None]) -> tuple[int | None, _Event | None]:
-    """Return an event's layer index, _OF_COMPILED_CODE or None, and the range or backward function around it."""
+def _place(
+    event: _Event, creators: dict[tuple[int, int], int | None]
+) -> tuple[int | None, _Event | None]:
+    """Return an event's layer index, _OF_COMPILED_CODE or None, and the range or backward function
+    around it."""
     compiled = None
     for parent in _parents(event):
         if parent.name.startswith(_MARK):
@@ -321,8 +351,11 @@ def _place(event: _Event, creators: dict[tuple[int, int], int | None]) -> tuple[
     return compiled, None
 
 
-def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: list[tuple[bool, list]]) -> bool:
-    """Share the products of compiled code out among the layers of each shape. Return True if any fits."""
+def _count_by_shape(
+    layers: list[Layer], counts: list[ProductCounts], products: list[tuple[bool, list]]
+) -> bool:
+    """Share the products of compiled code out among the layers of each shape. Return True if any
+    fits."""
     members = defaultdict(list)
     for index, layer in enumerate(layers):
         trains = layer.module.weight.requires_grad
@@ -335,7 +368,11 @@ def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: 
     candidates = []
     for in_backward, (a, b, *_) in products:
         if len(a) == len(b) == 2 and a[1] == b[0]:
-            fitting = [(shape, kind) for shape in members for kind in _fitting(shape, in_backward, a, b, tokens)]
+            fitting = [
+                (shape, kind)
+                for shape in members
+                for kind in _fitting(shape, in_backward, a, b, tokens)
+            ]
             gradients = [place for place in fitting if place[1] != RECOMPUTED]
             candidates.append(gradients or fitting)
     totals: Counter = Counter()
@@ -350,7 +387,8 @@ def _count_by_shape(layers: list[Layer], counts: list[ProductCounts], products: 
 
 
 def _fitting(shape: tuple, in_backward: bool, a, b, tokens: dict[tuple, set]) -> list[str]:
-    """List the kinds of products of a layer shape (in, out, kinds) with operands of the sizes a [m, k] and b [k, n]."""
+    """List the kinds of products of a layer shape (in, out, kinds) with operands of the sizes a [m,
+    k] and b [k, n]."""
     n_in, n_out, kinds = shape
     if not in_backward:
         return [FPROP] if tuple(b) == (n_in, n_out) else []

@@ -1,8 +1,8 @@
 """Prove at the first optimizer step that FP8 ran.
 
-Backends with counters report their products. For others (`ao`), a profile of the first training step counts them. If
-any of it is compiled, or another profiler is active or announced (`profiler_elsewhere`), a later step is profiled, from
-optimizer step to optimizer step.
+Backends with counters report their products. For others (`ao`), a profile of the first training
+step counts them. If any of it is compiled, or another profiler is active or announced
+(`profiler_elsewhere`), a later step is profiled, from optimizer step to optimizer step.
 """
 
 from __future__ import annotations
@@ -33,15 +33,19 @@ from .auditing import count_flops, count_products, stored_dtype
 from .profiling import Layer, ProductProfile, foreign_profiler_runs, give_way
 
 _BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
-"""Nouns for kinds without an FP8 product. Others, such as `FP8Linear of transformers`, keep their name."""
+"""Nouns for kinds without an FP8 product. Others, such as `FP8Linear of transformers`, keep their
+name."""
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Prove FP8 at the optimizer's first step, for its prepared models. Raises `FP8BackendError` if it has no hooks."""
+    """Prove FP8 at the optimizer's first step, for its prepared models. Raises `FP8BackendError` if
+    it has no hooks."""
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "register_step_post_hook"):
         name = type(optimizer).__name__
-        raise FP8BackendError(f"FP8 cannot be proven with an optimizer of type {name}: use a torch.optim.Optimizer")
+        raise FP8BackendError(
+            f"FP8 cannot be proven with an optimizer of type {name}: use a torch.optim.Optimizer"
+        )
     roots = [root for model in models for root in conversion.prepared_roots(model)]
     held = parameter_ids(optimizer)
     # sharding may have swapped all parameters; then every model counts
@@ -56,7 +60,8 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
 
 @contextlib.contextmanager
 def profiler_elsewhere(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Delay the proof of these models while other code profiles, now or later: PyTorch has one profiler."""
+    """Delay the proof of these models while other code profiles, now or later: PyTorch has one
+    profiler."""
     waiting = _first_steps(models)
     for first_step in waiting:
         first_step.waits += 1
@@ -82,7 +87,8 @@ def _first_steps(models: Iterable[nn.Module]) -> set[FirstStep]:
 
 
 class FirstStep:
-    """Watch prepared models from their first training forward to the first step of their optimizer."""
+    """Watch prepared models from their first training forward to the first step of their
+    optimizer."""
 
     def __init__(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
         self.roots = roots
@@ -94,14 +100,21 @@ class FirstStep:
             layers = self.compute.converted_layers(root)
             high = self.compute.high_precision_products(prepared.recipe)
             kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
-            uncounted = {name: layer for name, layer in layers.items() if self.compute.products(layer) is None}
-            self.layers += [Layer(name, layer, kinds, prepared.profiled) for name, layer in uncounted.items()]
+            uncounted = {
+                name: layer
+                for name, layer in layers.items()
+                if self.compute.products(layer) is None
+            }
+            self.layers += [
+                Layer(name, layer, kinds, prepared.profiled) for name, layer in uncounted.items()
+            ]
         self.profile: ProductProfile | None = None
         self.began: nn.Module | None = None
         """Root whose forward began the profile, with its layers' gradients at that time."""
         self.gradients: list = []
         self.overlapping = False
-        """True if a forward began before the last one's backward: gradients may be an earlier forward's."""
+        """True if a forward began before the last one's backward: gradients may be an earlier
+        forward's."""
         self.forward_seen = False
         self.steps = 0
         self.step_is_due = False
@@ -113,7 +126,8 @@ class FirstStep:
         self.hooks: list = []
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
-        # the optimizer's hook stays, without effect after the proof: a running hook cannot remove itself
+        # the optimizer's hook stays, without effect after the proof: a running hook cannot remove
+        # itself
         optimizer.register_step_post_hook(self.after_step)
         hook = EagerHook(self._before_forward)
         self.hooks = [root.register_forward_pre_hook(hook) for _, root, _ in self.roots]
@@ -132,12 +146,15 @@ class FirstStep:
             self.step_is_due = False
             self._look_at_step()
             return
-        for prepared in (prepared for _, known, prepared in self.roots if known is root):  # no replica of DataParallel
+        # no replica of DataParallel
+        for prepared in (prepared for _, known, prepared in self.roots if known is root):
             prepared.observed.measure(root)
             if root not in self.hooked and torch.is_grad_enabled():
                 self.hooked.add(root)
                 # late, and never while a compiler traces
-                self.hooks.append(root.register_forward_hook(EagerHook(self._after_forward), always_call=True))
+                self.hooks.append(
+                    root.register_forward_hook(EagerHook(self._after_forward), always_call=True)
+                )
         if not self.layers or not torch.is_grad_enabled() or inside_backward():
             return
         if self.profile is not None and not self.profile.runs_here:
@@ -145,9 +162,13 @@ class FirstStep:
         for layer in self.layers:
             refuse_transforms(layer.module.weight)
         grads = [layer.module.weight.grad for layer in self.layers]
-        gradients = [None if grad is None else (id(grad), grad._version) for grad in grads]  # changes as each arrives
+        # changes as each arrives
+        gradients = [None if grad is None else (id(grad), grad._version) for grad in grads]
         if self.began is root:
-            arrived = [new is not None and new != old for new, old in zip(gradients, self.gradients, strict=True)]
+            arrived = [
+                new is not None and new != old
+                for new, old in zip(gradients, self.gradients, strict=True)
+            ]
             self.overlapping |= not any(arrived)
             if all(arrived) and not self.overlapping:
                 self.profile.stop()  # the first of several microbatches is enough
@@ -184,12 +205,19 @@ class FirstStep:
             return self.begin_anew()
         self.steps += 1
         for _, root, prepared in self.roots:
-            named = ((plain_name(name), p) for name, p in root.named_parameters(remove_duplicate=False))
-            prepared.observed.gradient_dtypes |= {n: stored_dtype(p.grad) for n, p in named if p.grad is not None}
-        runs_elsewhere = self.profile is not None and self.profile.running and not self.profile.runs_here
+            named = (
+                (plain_name(name), p) for name, p in root.named_parameters(remove_duplicate=False)
+            )
+            prepared.observed.gradient_dtypes |= {
+                n: stored_dtype(p.grad) for n, p in named if p.grad is not None
+            }
+        runs_elsewhere = (
+            self.profile is not None and self.profile.running and not self.profile.runs_here
+        )
         was_due, self.step_is_due = self.step_is_due, runs_elsewhere or inside_backward()
-        # Inside a backward, gradients of other layers are still to come, and autograd restarts a profiler stopped
-        # there. Nor can a thread stop another thread's. A compiled forward does not run hooks.
+        # Inside a backward, gradients of other layers are still to come, and autograd restarts a
+        # profiler stopped there. Nor can a thread stop another thread's. A compiled forward does
+        # not run hooks.
         if not self.step_is_due or (was_due and not self.layers):
             self._look_at_step()
 
@@ -204,8 +232,14 @@ class FirstStep:
             self.profile.stop()
         if self.layers and (self.profile is None or not self.profile.complete):
             self.profile = self.began = None
-            if not self._start_profile() and self.steps == 1 and (self.waits or foreign_profiler_runs()):
-                logger.warning("another profiler is active: the proof that FP8 runs waits until it has stopped")
+            if (
+                not self._start_profile()
+                and self.steps == 1
+                and (self.waits or foreign_profiler_runs())
+            ):
+                logger.warning(
+                    "another profiler is active: the proof that FP8 runs waits until it has stopped"
+                )
             return
         counts = [count_products(root, prepared) for _, root, prepared in self.roots]
         # a step before any forward only sets up optimizer states; compiled forwards are not seen
@@ -215,7 +249,8 @@ class FirstStep:
         self._finish(counts)
 
     def _start_profile(self, begun: nn.Module | None = None) -> bool:
-        """Start a profile, and return True if it runs. One begun by a root's forward may contain compilation."""
+        """Start a profile, and return True if it runs. One begun by a root's forward may contain
+        compilation."""
         if self.waits:
             return False
         profile = ProductProfile(self.layers)
@@ -228,7 +263,8 @@ class FirstStep:
         by_shape = self.profile is not None and self.profile.by_shape
         self.layers, self.profile, self.began, self.gradients = [], None, None, []
         self.hooked.clear()
-        if self.forward_seen:  # else the hook is compiled into the model, without effect: removing it would recompile
+        # else the hook is compiled into the model, without effect: removing it would recompile
+        if self.forward_seen:
             for hook in self.hooks:
                 hook.remove()
         for (_, root, prepared), root_counts in zip(roots, counts, strict=True):
@@ -241,12 +277,17 @@ class FirstStep:
                 state_proof(root, prepared, root_counts, by_shape)
 
 
-def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> None:
-    """Print the proof line. Raises `FP8BackendError` if nothing ran in FP8, unless `on_unproven="warn"`."""
+def state_proof(
+    root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False
+) -> None:
+    """Print the proof line. Raises `FP8BackendError` if nothing ran in FP8, unless
+    `on_unproven="warn"`."""
     name, layers = prepared.recipe.name, prepared.compute.converted_layers(root)
     ran = {layer: count for layer, count in counts.items() if _ran(count)}
     if not ran:
-        in_evaluation = prepared.recipe.compute in ("native", "te") and not any(m.training for m in layers.values())
+        in_evaluation = prepared.recipe.compute in ("native", "te") and not any(
+            m.training for m in layers.values()
+        )
         remedy = "Check that the prepared model is the one that trains, and in training mode"
         if in_evaluation:
             remedy = "They are in evaluation mode, and multiply in high precision: call model.train() before training"
@@ -256,7 +297,11 @@ def state_proof(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCo
     if idle := [layer for layer in counts if layer not in ran]:
         logger.warning("%s: layers without products: %s", name, words.listed(idle))
     if WGRAD not in prepared.compute.high_precision_products(prepared.recipe):
-        other = [name for name, count in ran.items() if not count.wgrad and layers[name].weight.grad is not None]
+        other = [
+            name
+            for name, count in ran.items()
+            if not count.wgrad and layers[name].weight.grad is not None
+        ]
         if other:
             message = "%s: layers whose weight gradient did not come from an FP8 product: %s"
             logger.warning(message, name, words.listed(other))
@@ -270,8 +315,11 @@ def refuse_unproven(message: str, recipe: Recipe) -> None:
     warnings.warn(message, stacklevel=3)
 
 
-def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False) -> str:
-    """Write such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad (bf16-exact)`."""
+def proof_line(
+    root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False
+) -> str:
+    """Write such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad
+    (bf16-exact)`."""
     kind_of = {product.name: product.kind for product in prepared.report.products}
     ran = [layer for layer, count in counts.items() if _ran(count)]
     flops = count_flops(root, prepared, counts)
@@ -281,17 +329,28 @@ def proof_line(root: nn.Module, prepared: Prepared, counts: dict[str, ProductCou
     engines = sorted({prepared.compute.engine(layers[layer]) for layer in ran})
     high = prepared.compute.high_precision_products(prepared.recipe)
     notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
-    notes += "".join(f"; {kind} {word}" for kind, word in (prepared.recipe.products or {}).items() if word != BF16)
+    notes += "".join(
+        f"; {kind} {word}"
+        for kind, word in (prepared.recipe.products or {}).items()
+        if word != BF16
+    )
     in_4_bits = {recipe.scaling == "nvfp4" for recipe in prepared.recipe.recipes}
     fmt = " and ".join("NVFP4 (experimental)" if four else "FP8" for four in sorted(in_4_bits))
     notes += "; compiled, counted by shape" if by_shape else ""
-    notes += f"; {words.counted(len(flops.uncounted), CONVOLUTION)} not counted" if flops.uncounted else ""
-    layers_in_fp8 = _counted([kind_of.get(layer, "Linear") for layer in ran], Counter(kind_of.values()))
+    notes += (
+        f"; {words.counted(len(flops.uncounted), CONVOLUTION)} not counted"
+        if flops.uncounted
+        else ""
+    )
+    layers_in_fp8 = _counted(
+        [kind_of.get(layer, "Linear") for layer in ran], Counter(kind_of.values())
+    )
     return f"{prepared.name}: {layers_in_fp8}, {share} of weight FLOPs in {fmt}, {' '.join(kinds)} ({notes})"
 
 
 def _counted(ran: list[str], kinds: Counter[str]) -> str:
-    """Write such as `28/29 Linear, 4/4 experts (beside 2 convolutions)`, from the kinds in FP8 and of all."""
+    """Write such as `28/29 Linear, 4/4 experts (beside 2 convolutions)`, from the kinds in FP8 and
+    of all."""
     parts, beside = [], dict(kinds)
     for title, counted in COUNTED.items():
         if number := sum(beside.pop(kind, 0) for kind in counted):

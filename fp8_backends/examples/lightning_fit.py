@@ -1,4 +1,5 @@
-"""Train with Lightning's Trainer and the FP8 precision plugin. Lightning's checkpoints include the scaling states.
+"""Train with Lightning's Trainer and the FP8 precision plugin. Lightning's checkpoints include the
+scaling states.
 
 python lightning_fit.py --backend native:delayed
 """

@@ -1,8 +1,10 @@
-"""Train every weight of Llama 3 8B on one H100 with `msamp:O4`, and write an FP8 checkpoint for inference servers.
+"""Train every weight of Llama 3 8B on one H100 with `msamp:O4`, and write an FP8 checkpoint for
+inference servers.
 
     python llama.py --model meta-llama/Meta-Llama-3-8B --text corpus.txt --backend msamp:O4
 
-Estimated peak for a sequence of 2,048 tokens: 48.5 GiB, in bf16 121 GiB (fp8-backends estimate --params 8B).
+Estimated peak for a sequence of 2,048 tokens: 48.5 GiB, in bf16 121 GiB (fp8-backends estimate
+--params 8B).
 """
 
 import argparse
@@ -14,7 +16,12 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -42,15 +49,22 @@ def main(args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         print(f"step {step}: loss {loss.item():.4f}")
 
-    fp8_backends.checkpoints.export(model, args.output, format="compressed-tensors")  # for vLLM and SGLang
+    # for vLLM and SGLang
+    fp8_backends.checkpoints.export(model, args.output, format="compressed-tensors")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a folder, or a name on the hub")
     parser.add_argument("--text", help="a text file to train on")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--output", default="llama-fp8", help="folder of the FP8 checkpoint")
-    parser.add_argument("--tiny", action="store_true", help="random weights of a tiny model, without a GPU or network")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="random weights of a tiny model, without a GPU or network",
+    )
     parser.add_argument("--backend", default="msamp:O4")
     main(parser.parse_args())

@@ -15,7 +15,12 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -28,14 +33,18 @@ def main(args: argparse.Namespace) -> None:
         activation_checkpointing=not args.tiny,
     )
     recipe = fp8_backends.FP8RecipeKwargs(backend=args.backend)
-    accelerator = Accelerator(mixed_precision="fp8", fsdp_plugin=plugin, kwargs_handlers=[recipe], cpu=args.tiny)
+    accelerator = Accelerator(
+        mixed_precision="fp8", fsdp_plugin=plugin, kwargs_handlers=[recipe], cpu=args.tiny
+    )
     if args.tiny:
         config = MixtralConfig(vocab_size=128, num_local_experts=4, num_key_value_heads=2, **SIZES)
         model = AutoModelForCausalLM.from_config(config)
         sequences = (torch.arange(160)[:, None] + torch.arange(32)) % 100
     else:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-        ids = AutoTokenizer.from_pretrained(args.model)(Path(args.text).read_text(), return_tensors="pt").input_ids[0]
+        ids = AutoTokenizer.from_pretrained(args.model)(
+            Path(args.text).read_text(), return_tensors="pt"
+        ).input_ids[0]
         sequences = ids[: len(ids) // args.length * args.length].view(-1, args.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3 if args.tiny else 1e-5)
 
@@ -54,10 +63,16 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a folder, or a name on the hub")
     parser.add_argument("--text", help="a text file to train on")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--tiny", action="store_true", help="random weights of a tiny model, without a GPU or network")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="random weights of a tiny model, without a GPU or network",
+    )
     parser.add_argument("--backend", default="msamp:O4")
     main(parser.parse_args())

@@ -2,7 +2,8 @@
 
     python trl_sft.py --backend native:dynamic
 
-Without the two lines that set the environment: fp8-backends launch --fp8_backend native:dynamic trl_sft.py
+Without the two lines that set the environment: fp8-backends launch --fp8_backend native:dynamic
+trl_sft.py
 """
 
 import argparse
@@ -17,12 +18,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 WORDS = "<pad> <eos> one two three four five six seven eight nine ten".split()
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """One token a word; yours comes from a checkpoint."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 

@@ -1,4 +1,5 @@
-"""Train a vision transformer (ViT-L) in a plain Accelerate loop: only the recipe differs from training in bf16.
+"""Train a vision transformer (ViT-L) in a plain Accelerate loop: only the recipe differs from
+training in bf16.
 
     python vit.py --model google/vit-large-patch16-224 --images FOLDER --backend native:dynamic
 
@@ -15,7 +16,12 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -26,17 +32,25 @@ def main(args: argparse.Namespace) -> None:
         )
         labels = torch.arange(320) % 4
         images = torch.randn(4, 3, 32, 32)[labels] + 0.5 * torch.randn(320, 3, 32, 32)
-        dataset: Any = [{"pixel_values": image, "labels": label} for image, label in zip(images, labels, strict=True)]
+        dataset: Any = [
+            {"pixel_values": image, "labels": label}
+            for image, label in zip(images, labels, strict=True)
+        ]
     else:
         from datasets import load_dataset  # each subfolder of FOLDER is a class
 
         folder = load_dataset("imagefolder", data_dir=args.images, split="train")
         processor = AutoImageProcessor.from_pretrained(args.model)
         dataset = folder.with_transform(
-            lambda rows: {**processor([image.convert("RGB") for image in rows["image"]]), "labels": rows["label"]}
+            lambda rows: {
+                **processor([image.convert("RGB") for image in rows["image"]]),
+                "labels": rows["label"],
+            }
         )
         model = AutoModelForImageClassification.from_pretrained(
-            args.model, num_labels=folder.features["label"].num_classes, ignore_mismatched_sizes=True
+            args.model,
+            num_labels=folder.features["label"].num_classes,
+            ignore_mismatched_sizes=True,
         )
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 if args.tiny else 5e-5)
 
@@ -54,14 +68,23 @@ def main(args: argparse.Namespace) -> None:
         scheduler.step()
         optimizer.zero_grad()
         accelerator.print(f"step {step}: loss {loss.item():.4f}")
-    accelerator.print(fp8_backends.audit(model))  # products by layer, FP8 share of the FLOPs, dtypes, bytes
+    # products by layer, FP8 share of the FLOPs, dtypes, bytes
+    accelerator.print(fp8_backends.audit(model))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a folder, or a name on the hub")
-    parser.add_argument("--images", metavar="FOLDER", help="a folder with a folder of images for each class")
+    parser.add_argument(
+        "--images", metavar="FOLDER", help="a folder with a folder of images for each class"
+    )
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--tiny", action="store_true", help="random weights of a tiny model, without a GPU or network")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="random weights of a tiny model, without a GPU or network",
+    )
     parser.add_argument("--backend", default="native:dynamic")
     main(parser.parse_args())

@@ -1,7 +1,8 @@
 """Floating-point formats, the cast into scaled ones, and ranges of numbers in a checkpoint.
 
-E4M3 (four exponent, three mantissa bits) carries weights and activations; E5M2 trades a mantissa bit for range and
-carries gradients. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
+E4M3 (four exponent, three mantissa bits) carries weights and activations; E5M2 trades a mantissa
+bit for range and carries gradients. Micikevicius et al., "FP8 Formats for Deep Learning",
+arXiv:2209.05433.
 """
 
 import math
@@ -19,7 +20,8 @@ COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Format:
-    """One floating-point format. Python and Triton kernels read its numbers from the constants below."""
+    """One floating-point format. Python and Triton kernels read its numbers from the constants
+    below."""
 
     name: str
     dtype: torch.dtype
@@ -76,11 +78,12 @@ FP16 = Format("fp16", torch.float16, 10, -14)
 BF16 = Format("bf16", torch.bfloat16, 7, -126)
 FP32 = Format("fp32", torch.float32, 23, -126)
 E4M11 = Format("e4m11", torch.float8_e4m3fn, 11, -6)
-"""E4M3 with eight more mantissa bits and the same maximum, stored as the nearest E4M3 code and an int8 residual. Its
-15 magnitude bits are `(code << 8) + residual`."""
+"""E4M3 with eight more mantissa bits and the same maximum, stored as the nearest E4M3 code and an
+int8 residual. Its 15 magnitude bits are `(code << 8) + residual`."""
 ROOT8 = Format("root8", torch.uint8, 4, -6)
-"""Four exponent and four mantissa bits without a sign; every code is a number. Stores roots of second moments: a root
-has half the exponents, so eight bits cover nearly the range of a scaled FP16."""
+"""Four exponent and four mantissa bits without a sign; every code is a number. Stores roots of
+second moments: a root has half the exponents, so eight bits cover nearly the range of a scaled
+FP16."""
 E2M1 = Format("e2m1", torch.uint8, 1, 0, 3)
 """The four bits of NVFP4, without inf and NaN: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
 
@@ -94,10 +97,11 @@ RECIPE_FORMATS = {"HYBRID": (E4M3, E5M2), "E4M3": (E4M3, E4M3)}
 
 
 def saturating_cast(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Cast FP32 values, already scaled: round to nearest even, ±inf and overflow to ±max, NaN stays NaN.
+    """Cast FP32 values, already scaled: round to nearest even, ±inf and overflow to ±max, NaN stays
+    NaN.
 
-    The clamp is explicit because an eager cast overflows E4M3 to NaN before torch 2.12, and E5M2 to inf in every
-    version. Returns a contiguous tensor of `fmt.dtype` and the shape of `values`.
+    The clamp is explicit because an eager cast overflows E4M3 to NaN before torch 2.12, and E5M2 to
+    inf in every version. Returns a contiguous tensor of `fmt.dtype` and the shape of `values`.
     """
     return values.clamp(-fmt.max, fmt.max).to(fmt.dtype, memory_format=torch.contiguous_format)
 
@@ -128,7 +132,8 @@ def check_values(values: torch.Tensor | Real, allowed: Range, name: str, advice:
     """Raise `FP8BackendError` for values out of range. Reads a tensor once.
 
     Args:
-        values: a number, or a plain tensor of integers or of floating-point numbers of two bytes or more.
+        values: a number, or a plain tensor of integers or of floating-point numbers of two bytes or
+            more.
         name: name of the values in the error.
         advice: the way out, at the error's end.
     """
@@ -139,4 +144,6 @@ def check_values(values: torch.Tensor | Real, allowed: Range, name: str, advice:
     if values.numel():
         for number in torch.stack(torch.aminmax(values.detach())).tolist():
             if not allowed.least <= number <= allowed.most or (allowed.whole and number % 1):
-                raise FP8BackendError(f"{name} holds {number:.4g}, and must be {allowed.words}. {advice}")
+                raise FP8BackendError(
+                    f"{name} holds {number:.4g}, and must be {allowed.words}. {advice}"
+                )

@@ -1,15 +1,16 @@
 """Choose scales: the rules of docs/recipes.rst and their states.
 
-A scale `s` (FP32) maps a tensor into the range of an FP8 format: `codes = saturate(round(x * s))`, and
-`x ≈ codes * scale_inv` with `scale_inv = 1 / s`.
+A scale `s` (FP32) maps a tensor into the range of an FP8 format: `codes = saturate(round(x * s))`,
+and `x ≈ codes * scale_inv` with `scale_inv = 1 / s`.
 
-TransformerEngine's rules (delayed; dynamic, its current scaling; blockwise; mxfp8) equal its own to the bit, except for
-scales after an inf (`scale_inv_of`). mxfp8 keeps 2**127 there: products with all but small values overflow to inf.
-(Compiled for a GPU, a scale from a division may differ in its last bit, unless
-`torch._inductor.config.eager_numerics.division_rounding` is set. Powers of two are computed on bits, and exact.)
+TransformerEngine's rules (delayed; dynamic, its current scaling; blockwise; mxfp8) equal its own to
+the bit, except for scales after an inf (`scale_inv_of`). mxfp8 keeps 2**127 there: products with
+all but small values overflow to inf. (Compiled for a GPU, a scale from a division may differ in its
+last bit, unless `torch._inductor.config.eager_numerics.division_rounding` is set. Powers of two are
+computed on bits, and exact.)
 
-A layer's state is an int32 tensor of FP32 bits: wrappers cast every floating-point buffer of a module, and a scale in
-bf16 is a wrong scale.
+A layer's state is an int32 tensor of FP32 bits: wrappers cast every floating-point buffer of a
+module, and a scale in bf16 is a wrong scale.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,16 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .formats import AMAX, COUNT, FP32, NOT_NEGATIVE, POSITIVE, Format, check_values, saturating_cast
+from .formats import (
+    AMAX,
+    COUNT,
+    FP32,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Format,
+    check_values,
+    saturating_cast,
+)
 
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 """Rows of a state: the tensors of a layer."""
@@ -26,7 +36,8 @@ SCALE, ROLLS, HISTORY = 0, 1, 2
 """Columns of a state: the scale, an integer counter of rolls, and the start of the amax history."""
 
 WINDOW = 16
-"""Optimizer steps in the history of the `window` rule, and steps with just-in-time amaxes at its start."""
+"""Optimizer steps in the history of the `window` rule, and steps with just-in-time amaxes at its
+start."""
 
 
 class Quantized(NamedTuple):
@@ -35,8 +46,8 @@ class Quantized(NamedTuple):
     codes: torch.Tensor
     """FP8, [rows, columns], row-major."""
     scale_inv: torch.Tensor
-    """FP32, 0-dimensional (one scale) or [rows of blocks, blocks in a row]; for mxfp8 uint8, the bits of E8M0. An inf
-    gives NaN (mxfp8: 2**127)."""
+    """FP32, 0-dimensional (one scale) or [rows of blocks, blocks in a row]; for mxfp8 uint8, the
+    bits of E8M0. An inf gives NaN (mxfp8: 2**127)."""
 
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +64,8 @@ def without_nan(x: torch.Tensor) -> torch.Tensor:
 
 
 def scale_from_amax(amax: torch.Tensor, fmt: Format, margin: int = 0) -> torch.Tensor:
-    """Return `fmt.max * 2**-margin / amax` in FP32; 1 for an amax of 0, inf or NaN; at most the largest FP32.
+    """Return `fmt.max * 2**-margin / amax` in FP32; 1 for an amax of 0, inf or NaN; at most the
+    largest FP32.
 
     TransformerEngine's `compute_scale_from_amax` (common/recipe/recipe_common.cuh).
     """
@@ -63,24 +75,31 @@ def scale_from_amax(amax: torch.Tensor, fmt: Format, margin: int = 0) -> torch.T
 
 
 def power_of_two_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return `2**floor(log2(fmt.max / amax))` in FP32; 1 for an amax of 0, inf or NaN; at most 2**126.
+    """Return `2**floor(log2(fmt.max / amax))` in FP32; 1 for an amax of 0, inf or NaN; at most
+    2**126.
 
-    MS-AMP's rule (FP8-LM, arXiv:2310.18313): multiplying by such a scale does not round. 2**126 is the largest one with
-    a normal FP32 inverse.
+    MS-AMP's rule (FP8-LM, arXiv:2310.18313): multiplying by such a scale does not round. 2**126 is
+    the largest one with a normal FP32 inverse.
     """
     return _power_of_two_scale(amax, fmt, largest=126)
 
 
 def block_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return `power_of_two_scale`, but at most 2**127: TransformerEngine's `compute_scale_from_amax` with powers of
-    two, its default for blocks. It clamps overflow to the input dtype's largest number, with exponent 127."""
+    """Return `power_of_two_scale`, but at most 2**127: TransformerEngine's
+    `compute_scale_from_amax` with powers of two, its default for blocks. It clamps overflow to the
+    input dtype's largest number, with exponent 127."""
     return _power_of_two_scale(amax, fmt, largest=127)
 
 
 def _power_of_two_scale(amax: torch.Tensor, fmt: Format, largest: int) -> torch.Tensor:
-    # on the bits: exact also where a compiler's division is not. fmt.max / amax never rounds up to a power of two
+    # on the bits: exact also where a compiler's division is not. fmt.max / amax never rounds up to
+    # a power of two
     bits, max_bits = amax.view(torch.int32), fmt.max_bits
-    quotient = (max_bits >> 23) - (bits >> 23) - ((bits & 0x7FFFFF) > (max_bits & 0x7FFFFF)).to(torch.int32)
+    quotient = (
+        (max_bits >> 23)
+        - (bits >> 23)
+        - ((bits & 0x7FFFFF) > (max_bits & 0x7FFFFF)).to(torch.int32)
+    )
     scale = ((quotient.clamp(max=largest) + 127) << 23).view(torch.float32)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
 
@@ -88,10 +107,13 @@ def _power_of_two_scale(amax: torch.Tensor, fmt: Format, largest: int) -> torch.
 def scale_inv_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """Return `1 / scale`, or NaN for an amax that is not finite.
 
-    The saturating cast turns an inf into the format's maximum; the NaN shows the overflow to loss scalers, gradient
-    clipping and users. The scale itself stays finite, so the next step is not affected.
+    The saturating cast turns an inf into the format's maximum; the NaN shows the overflow to loss
+    scalers, gradient clipping and users. The scale itself stays finite, so the next step is not
+    affected.
     """
-    return torch.where(torch.isfinite(amax), scale.reciprocal(), torch.full_like(scale, float("nan")))
+    return torch.where(
+        torch.isfinite(amax), scale.reciprocal(), torch.full_like(scale, float("nan"))
+    )
 
 
 def times(number: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
@@ -112,12 +134,16 @@ class Blocks(NamedTuple):
     inverse: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Stored scale_inv from (scales, amaxes): FP32, or the bits of E8M0 as uint8."""
 
-    def quantize(self, x: torch.Tensor, fmt: Format, stored_scale_inv: torch.Tensor | None = None) -> Quantized:
-        """Quantize x or `x * stored_scale_inv`. x: [rows, columns] of any strides, bf16, fp16 or fp32;
-        stored_scale_inv: FP32, 0-dimensional, a power of two, so that values round once."""
+    def quantize(
+        self, x: torch.Tensor, fmt: Format, stored_scale_inv: torch.Tensor | None = None
+    ) -> Quantized:
+        """Quantize x or `x * stored_scale_inv`. x: [rows, columns] of any strides, bf16, fp16 or
+        fp32; stored_scale_inv: FP32, 0-dimensional, a power of two, so that values round once."""
         amax = times(self.amax(x), stored_scale_inv)
         scale = self.scale(amax, fmt)
-        return Quantized(self.cast(x, times(scale, stored_scale_inv), fmt), self.inverse(scale, amax))
+        return Quantized(
+            self.cast(x, times(scale, stored_scale_inv), fmt), self.inverse(scale, amax)
+        )
 
     def amax(self, x: torch.Tensor) -> torch.Tensor:
         """Return max |x| of each block, skipping NaN. FP32."""
@@ -125,22 +151,26 @@ class Blocks(NamedTuple):
 
     def cast(self, x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
         """Multiply x by the factor of its block, and cast. FP8, row-major."""
-        return self._matrix(saturating_cast(self.tiles(x).float() * factor.unsqueeze(1).unsqueeze(3), fmt), x.shape)
+        return self._matrix(
+            saturating_cast(self.tiles(x).float() * factor.unsqueeze(1).unsqueeze(3), fmt), x.shape
+        )
 
     def repeated(self, scale_inv: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Repeat one scale_inv, a power of two, for every block of a matrix, as `inverse` stores it."""
+        """Repeat one scale_inv, a power of two, for every block of a matrix, as `inverse` stores
+        it."""
         down, across = -(-shape[0] // self.rows), -(-shape[1] // (self.columns or shape[1]))
         return self.inverse(scale_inv.reciprocal(), scale_inv).repeat(down, across)
 
     def dequantize(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values: bf16, fp16 or fp32, [rows, columns], rounded once. With powers of two as scales, normal
-        numbers of the dtype are exact."""
+        """Return the values: bf16, fp16 or fp32, [rows, columns], rounded once. With powers of two
+        as scales, normal numbers of the dtype are exact."""
         scale_inv = e8m0_values(q.scale_inv) if q.scale_inv.dtype == torch.uint8 else q.scale_inv
         values = self.tiles(q.codes.float()) * scale_inv.unsqueeze(1).unsqueeze(3)
         return self._matrix(values.to(dtype), q.codes.shape)
 
     def tiles(self, x: torch.Tensor) -> torch.Tensor:
-        """View as [rows of blocks, rows of a block, blocks in a row, columns of a block], padded with zeros."""
+        """View as [rows of blocks, rows of a block, blocks in a row, columns of a block], padded
+        with zeros."""
         width = self.columns or x.shape[1]
         missing = -x.shape[0] % self.rows, -x.shape[1] % width
         if any(missing):
@@ -150,14 +180,19 @@ class Blocks(NamedTuple):
     def _matrix(self, tiles: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         a, b, c, d = tiles.shape
         matrix = tiles.reshape(a * b, c * d).narrow(0, 0, shape[0]).narrow(1, 0, shape[1])
-        return matrix if matrix.is_contiguous() else matrix.clone(memory_format=torch.contiguous_format)
+        return (
+            matrix
+            if matrix.is_contiguous()
+            else matrix.clone(memory_format=torch.contiguous_format)
+        )
 
 
 def mx_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the inverse of `2**ceil(log2(amax / fmt.max))`: FP32 from 2**-127 (an amax of inf) to 2**127 (0 and the
-    smallest).
+    """Return the inverse of `2**ceil(log2(amax / fmt.max))`: FP32 from 2**-127 (an amax of inf) to
+    2**127 (0 and the smallest).
 
-    TransformerEngine's `float_to_e8m0` of `amax * (1 / fmt.max)`; its two roundings to FP32 are part of the rule.
+    TransformerEngine's `float_to_e8m0` of `amax * (1 / fmt.max)`; its two roundings to FP32 are
+    part of the rule.
     """
     bits = (amax * torch.full_like(amax, 1.0 / fmt.max)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -170,24 +205,32 @@ def mx_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def e8m0_bits(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """Return the inverse of a power of two from `mx_scale` as a biased exponent: uint8. Ignores the amax."""
+    """Return the inverse of a power of two from `mx_scale` as a biased exponent: uint8. Ignores the
+    amax."""
     return (254 - (scale.view(torch.int32) >> 23)).to(torch.uint8)
 
 
 def e8m0_values(bits: torch.Tensor) -> torch.Tensor:
     """Return `2**(bits - 127)` for uint8 bits, NaN for 255. FP32."""
     exponent = bits.to(torch.int32)
-    ends = ((exponent == 0) | (exponent == 255)).to(torch.int32)  # subnormal 2**-127 and NaN set the same bit
+    # subnormal 2**-127 and NaN set the same bit
+    ends = ((exponent == 0) | (exponent == 255)).to(torch.int32)
     return (exponent << 23 | ends << 22).view(torch.float32)
 
 
 ROWS = Blocks(1, None, scale_from_amax, scale_inv_of)
 """The blocks of `rowwise`."""
-NVFP4, NVFP4_SQUARES = Blocks(1, 16, block_scale, scale_inv_of), Blocks(16, 16, block_scale, scale_inv_of)
+NVFP4, NVFP4_SQUARES = (
+    Blocks(1, 16, block_scale, scale_inv_of),
+    Blocks(16, 16, block_scale, scale_inv_of),
+)
 """The shapes of NVFP4's blocks; `kernels.nvfp4` has its two levels of scales."""
-VECTORS, SQUARES = Blocks(1, 128, block_scale, scale_inv_of), Blocks(128, 128, block_scale, scale_inv_of)
-"""The blocks of `blockwise`: VECTORS of activations and gradients, along the contraction; SQUARES of weights, the same
-for their transpose."""
+VECTORS, SQUARES = (
+    Blocks(1, 128, block_scale, scale_inv_of),
+    Blocks(128, 128, block_scale, scale_inv_of),
+)
+"""The blocks of `blockwise`: VECTORS of activations and gradients, along the contraction; SQUARES
+of weights, the same for their transpose."""
 MX = Blocks(1, 32, mx_scale, e8m0_bits)
 """The blocks of `mxfp8`."""
 
@@ -196,7 +239,8 @@ MX = Blocks(1, 32, mx_scale, e8m0_bits)
 
 
 def new_delayed_state(history_len: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Return a fresh state: scale 1 (TransformerEngine's first step), an empty history. int32 [3, 2 + history_len]."""
+    """Return a fresh state: scale 1 (TransformerEngine's first step), an empty history. int32 [3, 2
+    + history_len]."""
     state = torch.zeros(3, HISTORY + history_len, dtype=torch.int32, device=device)
     state.view(torch.float32).select(1, SCALE).fill_(1.0)
     return state
@@ -216,15 +260,21 @@ def record_amax(state: torch.Tensor, tensor: int, amax: torch.Tensor) -> None:
 def rolled_delayed_states(
     states: torch.Tensor, format_max: torch.Tensor, margin: int, algorithm: str, interval: int
 ) -> torch.Tensor:
-    """Return the states of any number of layers after one step. int32 [layers, 3, 2 + L] in and out.
+    """Return the states of any number of layers after one step. int32 [layers, 3, 2 + L] in and
+    out.
 
-    TransformerEngine's fused update (common/recipe/delayed_scaling.cu). With the recorded amax `a = history[0]`:
-    if a is 0, nothing changes; else `A` is a (`most_recent`) or the largest of the history (`max`), the history
-    shifts with a at its end, and a finite A gives the scale `format_max * 2**-margin / A`, at every `interval`-th roll.
-    format_max: FP32, broadcastable to [layers, 3].
+    TransformerEngine's fused update (common/recipe/delayed_scaling.cu). With the recorded amax `a =
+    history[0]`: if a is 0, nothing changes; else `A` is a (`most_recent`) or the largest of the
+    history (`max`), the history shifts with a at its end, and a finite A gives the scale
+    `format_max * 2**-margin / A`, at every `interval`-th roll. format_max: FP32, broadcastable to
+    [layers, 3].
     """
     bits, length = states.view(torch.float32), states.shape[-1] - HISTORY
-    scale, history, rolls = bits.select(-1, SCALE), bits.narrow(-1, HISTORY, length), states.select(-1, ROLLS)
+    scale, history, rolls = (
+        bits.select(-1, SCALE),
+        bits.narrow(-1, HISTORY, length),
+        states.select(-1, ROLLS),
+    )
     recorded = history.select(-1, 0)
     seen = recorded != 0
     amax = recorded if algorithm == "most_recent" else history.amax(dim=-1)
@@ -232,7 +282,11 @@ def rolled_delayed_states(
     due = due if interval == 1 else due & (rolls % interval == 0)
     new_scale = torch.where(due, torch.clamp(format_max * 2.0**-margin / amax, max=FP32.max), scale)
     room = torch.zeros_like(recorded.unsqueeze(-1))  # where the next step records
-    shifted = torch.cat([room, history.narrow(-1, 2, length - 2), recorded.unsqueeze(-1)], -1) if length > 1 else room
+    shifted = (
+        torch.cat([room, history.narrow(-1, 2, length - 2), recorded.unsqueeze(-1)], -1)
+        if length > 1
+        else room
+    )
     new_history = torch.where(seen.unsqueeze(-1), shifted, history)
     return torch.cat(
         [
@@ -257,10 +311,18 @@ def check_state(state: torch.Tensor, scaling: str, name: str, advice: str) -> No
     check_values(bits.select(-1, SCALE), POSITIVE, f"a scale of {name}", advice)
     check_values(state.select(-1, ROLLS), COUNT, f"a counter of {name}", advice)
     if scaling == "window":  # an overflow before the end of the step, such as after a skipped step
-        newest, first = bits.select(-1, HISTORY).nan_to_num(nan=torch.inf, posinf=torch.inf), HISTORY + 1
+        newest, first = (
+            bits.select(-1, HISTORY).nan_to_num(nan=torch.inf, posinf=torch.inf),
+            HISTORY + 1,
+        )
         check_values(newest, AMAX, f"the newest amax of {name}", advice)
     history = bits.narrow(-1, first, bits.shape[-1] - first)
-    check_values(history, AMAX if scaling == "delayed" else NOT_NEGATIVE, f"the amax history of {name}", advice)
+    check_values(
+        history,
+        AMAX if scaling == "delayed" else NOT_NEGATIVE,
+        f"the amax history of {name}",
+        advice,
+    )
 
 
 # The window rule: the delayed rule's layout with a history of WINDOW; its WEIGHT row is unused
@@ -272,8 +334,8 @@ def new_window_state(device: torch.device | str | None = None) -> torch.Tensor:
 
 
 def window_scale(state: torch.Tensor, tensor: int, amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the scale for INPUT or GRAD_OUTPUT, chosen on the device: from the tensor's own `amax` in the first WINDOW
-    steps, then the state's. FP32, 0-dimensional."""
+    """Return the scale for INPUT or GRAD_OUTPUT, chosen on the device: from the tensor's own `amax`
+    in the first WINDOW steps, then the state's. FP32, 0-dimensional."""
     warm = state.select(0, tensor).select(0, ROLLS) >= WINDOW
     return torch.where(warm, delayed_scale(state, tensor), power_of_two_scale(amax, fmt))
 
@@ -284,21 +346,31 @@ def record_window_amax(state: torch.Tensor, tensor: int, amax: torch.Tensor) -> 
     newest.copy_(torch.maximum(newest, amax))
 
 
-def rolled_window_states(states: torch.Tensor, formats: tuple[Format, Format, Format]) -> torch.Tensor:
-    """Return the states of any number of layers after one optimizer step. int32 [layers, 3, 2 + WINDOW].
+def rolled_window_states(
+    states: torch.Tensor, formats: tuple[Format, Format, Format]
+) -> torch.Tensor:
+    """Return the states of any number of layers after one optimizer step. int32 [layers, 3, 2 +
+    WINDOW].
 
-    MS-AMP's schedule (FP8-LM, arXiv:2310.18313). With the recorded amax `a = history[0]` of a tensor: the scale follows
-    from the largest of the history, the history shifts by one step, and the counter rises. A non-finite `a` is dropped
-    and sets the counter to 0: WINDOW just-in-time steps follow. If only zeros were recorded, as in a layer that did not
-    run, nothing changes. (MS-AMP shifts such steps into the window; WINDOW of them would leave no amax, and saturate.)
+    MS-AMP's schedule (FP8-LM, arXiv:2310.18313). With the recorded amax `a = history[0]` of a
+    tensor: the scale follows from the largest of the history, the history shifts by one step, and
+    the counter rises. A non-finite `a` is dropped and sets the counter to 0: WINDOW just-in-time
+    steps follow. If only zeros were recorded, as in a layer that did not run, nothing changes.
+    (MS-AMP shifts such steps into the window; WINDOW of them would leave no amax, and saturate.)
     formats: of input, weight and the output's gradient.
     """
-    return torch.stack([_rolled_window(rows, fmt) for rows, fmt in zip(states.unbind(1), formats, strict=True)], 1)
+    return torch.stack(
+        [_rolled_window(rows, fmt) for rows, fmt in zip(states.unbind(1), formats, strict=True)], 1
+    )
 
 
 def _rolled_window(rows: torch.Tensor, fmt: Format) -> torch.Tensor:
     bits = rows.view(torch.float32)
-    scale, rolls, history = bits.select(-1, SCALE), rows.select(-1, ROLLS), bits.narrow(-1, HISTORY, WINDOW)
+    scale, rolls, history = (
+        bits.select(-1, SCALE),
+        rows.select(-1, ROLLS),
+        bits.narrow(-1, HISTORY, WINDOW),
+    )
     recorded = history.select(-1, 0)
     overflowed = ~torch.isfinite(recorded)
     rolls_on = (recorded != 0) & ~overflowed
@@ -314,11 +386,12 @@ def _rolled_window(rows: torch.Tensor, fmt: Format) -> torch.Tensor:
 # Faults of states, found on the device. States are int32 [n, 3, 2 + history length]
 
 MOST_CLIPPED = (64.0, 64.0, 4096.0)
-"""For INPUT, WEIGHT and GRAD_OUTPUT: largest ratio of an amax to the largest number in range of its scale.
+"""For INPUT, WEIGHT and GRAD_OUTPUT: largest ratio of an amax to the largest number in range of its
+scale.
 
-The amax of activations and weights is some ten times their root mean square, so beyond 64 most of a tensor is out of
-range. Gradients have far longer tails, and their amax moves by a hundred times from step to step in ordinary training:
-clipping these few values does no harm.
+The amax of activations and weights is some ten times their root mean square, so beyond 64 most of a
+tensor is out of range. Gradients have far longer tails, and their amax moves by a hundred times
+from step to step in ordinary training: clipping these few values does no harm.
 """
 
 _INF = 0x7F800000
@@ -326,7 +399,8 @@ _INF = 0x7F800000
 
 
 def overshoot(states: torch.Tensor, format_max: torch.Tensor, warm_from: int) -> torch.Tensor:
-    """Return the ratio of the newest amax to the largest number in range: FP32 [n, 3], 0 if none was recorded.
+    """Return the ratio of the newest amax to the largest number in range: FP32 [n, 3], 0 if none
+    was recorded.
 
     Args:
         format_max: the largest code of each of the three tensors' formats, FP32 [3].
@@ -338,26 +412,32 @@ def overshoot(states: torch.Tensor, format_max: torch.Tensor, warm_from: int) ->
 
 
 def is_clipped(over: torch.Tensor) -> torch.Tensor:
-    """Return True where an `overshoot` clips most values of a tensor: bool [n, 3]. False for a non-finite amax."""
+    """Return True where an `overshoot` clips most values of a tensor: bool [n, 3]. False for a
+    non-finite amax."""
     return (over > on_device(MOST_CLIPPED, over.device)) & torch.isfinite(over)
 
 
 def on_device(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Return FP32 numbers, filled in on the device: copying them from the host would wait for it."""
-    return torch.stack([torch.full((), number, dtype=torch.float32, device=device) for number in numbers])
+    """Return FP32 numbers, filled in on the device: copying them from the host would wait for
+    it."""
+    return torch.stack(
+        [torch.full((), number, dtype=torch.float32, device=device) for number in numbers]
+    )
 
 
 def is_invalid(states: torch.Tensor, reads_history: bool) -> torch.Tensor:
-    """Return True for each scale that is not a positive number, or history with an impossible amax: bool [n, 3].
-    Ignores the newest amax. An inf stops only a rule that `reads_history`, until it leaves the history."""
+    """Return True for each scale that is not a positive number, or history with an impossible amax:
+    bool [n, 3]. Ignores the newest amax. An inf stops only a rule that `reads_history`, until it
+    leaves the history."""
     scale, past = states[..., SCALE], states[..., HISTORY + 1 :]
     invalid = (scale <= 0) | (scale >= _INF)
     return invalid | ((past < 0) | (past >= _INF if reads_history else past > _INF)).any(-1)
 
 
 def anew(states: torch.Tensor, format_max: torch.Tensor, margin: int) -> torch.Tensor:
-    """Return fresh states with scales from the newest amaxes: int32 [n, 3, 2 + history length]. The scale is 1 for an
-    amax of 0, inf or NaN. A window state restarts its just-in-time steps, since its counter is 0."""
+    """Return fresh states with scales from the newest amaxes: int32 [n, 3, 2 + history length]. The
+    scale is 1 for an amax of 0, inf or NaN. A window state restarts its just-in-time steps, since
+    its counter is 0."""
     amax = states.view(torch.float32)[..., HISTORY]
     scale = torch.clamp(format_max * 2.0**-margin / amax, max=FP32.max)
     scale = torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))

@@ -1,8 +1,9 @@
 """Step Adam over low-precision states in FP32, without full-precision copies of any state.
 
-With a record of a job's stored tensors, scales follow from bounds of this step's amaxes, and one kernel steps all
-parameters of a kind (`adam_table.py` with `adam_cpu.py` or `triton_adam.py`). Elsewhere, without a compiler or a record
-(a first pass then finds the amaxes), PyTorch operations step each parameter. All give the same bits.
+With a record of a job's stored tensors, scales follow from bounds of this step's amaxes, and one
+kernel steps all parameters of a kind (`adam_table.py` with `adam_cpu.py` or `triton_adam.py`).
+Elsewhere, without a compiler or a record (a first pass then finds the amaxes), PyTorch operations
+step each parameter. All give the same bits.
 """
 
 from __future__ import annotations
@@ -39,7 +40,16 @@ from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS, codes_of, rand
 if TYPE_CHECKING:
     from .triton_adam import TritonKernels
 
-__all__ = ["ROUNDINGS", "AdamSteps", "Job", "Slot", "adam_hyper", "adam_hypers", "has_kernels", "is_finite"]
+__all__ = [
+    "ROUNDINGS",
+    "AdamSteps",
+    "Job",
+    "Slot",
+    "adam_hyper",
+    "adam_hypers",
+    "has_kernels",
+    "is_finite",
+]
 
 _CPU_PART, _GPU_PART = 2**18, 2**24
 """Elements of a part of `_Passes`: FP32 copies in a CPU's cache, few launches on a GPU."""
@@ -49,11 +59,12 @@ _FIELDS = (WEIGHT_BITS, EXP_AVG_BITS, EXP_AVG_SQ_BITS)
 class AdamSteps:
     """Step several parameters in FP32, in place on data and scale_inv of weights and states.
 
-    Call `run`; or `amaxes`, `write` and `write_copies` in this order, so that ranks with shards of the parameters can
-    agree on the results in between. New scales are powers of two; a non-finite weight gets a scale_inv of NaN. A
-    gradient with a non-finite value counts as zero, all of it, and a positive exp_avg_sq is stored as at least the
-    smallest number of its format. Rounding "stochastic" keeps expected values of weight and states below FP32;
-    "nearest", as in MS-AMP, loses updates below half a step of the format.
+    Call `run`; or `amaxes`, `write` and `write_copies` in this order, so that ranks with shards of
+    the parameters can agree on the results in between. New scales are powers of two; a non-finite
+    weight gets a scale_inv of NaN. A gradient with a non-finite value counts as zero, all of it,
+    and a positive exp_avg_sq is stored as at least the smallest number of its format. Rounding
+    "stochastic" keeps expected values of weight and states below FP32; "nearest", as in MS-AMP,
+    loses updates below half a step of the format.
 
     Args:
         fused: use a kernel over all parameters if their device and jobs have one.
@@ -71,7 +82,11 @@ class AdamSteps:
             job.check()
             groups.setdefault((job.weight.data.device, job.finite is None, job.kind), []).append(i)
         for (_, _, kind), members in groups.items():
-            kernels = _kernels(kind, jobs[members[0]].weight.data) if fused and kind.takes_one_pass else None
+            kernels = (
+                _kernels(kind, jobs[members[0]].weight.data)
+                if fused and kind.takes_one_pass
+                else None
+            )
             if kernels is not None:
                 self.parts.append((AdamTable(kind, [jobs[i] for i in members], kernels), members))
             else:
@@ -85,16 +100,18 @@ class AdamSteps:
 
     @torch.no_grad()
     def amaxes(self) -> list[list[torch.Tensor | None]]:
-        """Return each parameter's max |x| of the new weight, exp_avg and exp_avg_sq, and write nothing. FP32: 0-dim, or
-        [blocks]; None without a scale.
+        """Return each parameter's max |x| of the new weight, exp_avg and exp_avg_sq, and write
+        nothing. FP32: 0-dim, or [blocks]; None without a scale.
 
-        For a job with a record: bounds of these, without a pass, and None for blocks. Uses up the record until `write`.
+        For a job with a record: bounds of these, without a pass, and None for blocks. Uses up the
+        record until `write`.
         """
         return self._for_each_part(lambda steps, _: steps.amaxes())
 
     @torch.no_grad()
     def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """Write weights and states with scales from these amaxes. Return max |x| of stored weights that need a copy."""
+        """Write weights and states with scales from these amaxes. Return max |x| of stored weights
+        that need a copy."""
         return self._for_each_part(lambda steps, members: steps.write([amaxes[i] for i in members]))
 
     @torch.no_grad()
@@ -113,7 +130,8 @@ class AdamSteps:
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor's device has fused kernels; a fake tensor stands for such a device."""
+    """Return True if the tensor's device has fused kernels; a fake tensor stands for such a
+    device."""
     return triton_gate.usable(tensor) or adam_cpu.usable(tensor) or triton_gate.is_fake(tensor)
 
 
@@ -126,16 +144,28 @@ def _kernels(kind: Kind, weight: torch.Tensor) -> adam_cpu.CPUKernels | TritonKe
 
 
 class _Passes:
-    """Step one parameter by PyTorch operations, part by part: what the fused kernels compute, to the bit."""
+    """Step one parameter by PyTorch operations, part by part: what the fused kernels compute, to
+    the bit."""
 
     def __init__(self, job: Job, kind: Kind):
         self.job, self.kind, self.written = job, kind, job.written
-        self.finite, inverse = is_finite(job.grad) if job.finite is None else job.finite, inverse_of(job.grad)
-        nan_unless_finite = torch.where(self.finite, inverse, torch.full_like(inverse, float("nan")))
-        self.slots = (job.weight, job.grad._replace(scale_inv=nan_unless_finite), job.exp_avg, job.exp_avg_sq)
+        self.finite, inverse = (
+            is_finite(job.grad) if job.finite is None else job.finite,
+            inverse_of(job.grad),
+        )
+        nan_unless_finite = torch.where(
+            self.finite, inverse, torch.full_like(inverse, float("nan"))
+        )
+        self.slots = (
+            job.weight,
+            job.grad._replace(scale_inv=nan_unless_finite),
+            job.exp_avg,
+            job.exp_avg_sq,
+        )
         data = job.weight.data
         size = _CPU_PART if data.device.type == "cpu" else _GPU_PART
-        self.is_fake = triton_gate.is_fake(data)  # has no values to step: only the amaxes have shapes
+        # has no values to step: only the amaxes have shapes
+        self.is_fake = triton_gate.is_fake(data)
         numel = 0 if self.is_fake else data.numel()
         self.parts = [Part(*span, kind.block_size) for span in spans(numel, kind.block_size, size)]
         self.key = random_key(job.seed, job.hyper[-1]) if kind.stochastic else None
@@ -156,12 +186,19 @@ class _Passes:
         amax = largest_gradient(self.job.grad, self.finite)
         bounds = new_bounds(self.job.record, amax, hyper, inverse, self.kind.decoupled)
         pairs = zip(self.written, bounds, strict=True)
-        return [[None if slot.scale_inv is None or slot.block_size else bound for slot, bound in pairs]]
+        return [
+            [None if slot.scale_inv is None or slot.block_size else bound for slot, bound in pairs]
+        ]
 
     def _amaxes(self) -> list[torch.Tensor | None]:
         if not self.parts or all(slot.scale_inv is None for slot in self.written):
-            return [None if slot.scale_inv is None else torch.zeros_like(slot.scale_inv) for slot in self.written]
-        rows = zip(*[[x.abs().amax(1) for x in self._new_values(part)] for part in self.parts], strict=True)
+            return [
+                None if slot.scale_inv is None else torch.zeros_like(slot.scale_inv)
+                for slot in self.written
+            ]
+        rows = zip(
+            *[[x.abs().amax(1) for x in self._new_values(part)] for part in self.parts], strict=True
+        )
         amaxes = [torch.cat(of) for of in rows]
         return [
             None if slot.scale_inv is None else amax if slot.block_size else amax.amax()
@@ -172,7 +209,11 @@ class _Passes:
         """Run `AdamSteps.write`."""
         (amaxes,) = amaxes
         if self.is_fake:
-            return [None if self.kind.bounded or self.job.copy is None else torch.zeros_like(self.job.copy.scale_inv)]
+            return [
+                None
+                if self.kind.bounded or self.job.copy is None
+                else torch.zeros_like(self.job.copy.scale_inv)
+            ]
         scales = [_scale(slot, amax) for slot, amax in zip(self.written, amaxes, strict=True)]
         copy_amaxes = [self._write(part, scales) for part in self.parts]
         for slot, scale, amax in zip(self.written, scales, amaxes, strict=True):
@@ -185,7 +226,9 @@ class _Passes:
         if self.kind.bounded or self.job.copy is None:
             return [None]
         inverse = inverse_of(self.job.weight)
-        return [torch.stack(copy_amaxes).amax() * inverse if copy_amaxes else torch.zeros_like(inverse)]
+        return [
+            torch.stack(copy_amaxes).amax() * inverse if copy_amaxes else torch.zeros_like(inverse)
+        ]
 
     def write_copy(self, amax: torch.Tensor) -> None:
         """Run `AdamSteps.write_copies`: write O3's weight from the stored master."""
@@ -194,11 +237,14 @@ class _Passes:
             return
         inverse, scale = inverse_of(weight), _scale(copy, amax)
         for part in self.parts:
-            part.rows(copy.data).copy_(codes_of(part.decoded(weight) * inverse * scale, copy.format)[0])
+            part.rows(copy.data).copy_(
+                codes_of(part.decoded(weight) * inverse * scale, copy.format)[0]
+            )
         copy.scale_inv.copy_(scale_inv_of(scale, amax))
 
     def _write(self, part: Part, scales: list[torch.Tensor]) -> torch.Tensor | None:
-        """Write weight, exp_avg and exp_avg_sq of one part. Return the stored weight's amax, unscaled, for a copy."""
+        """Write weight, exp_avg and exp_avg_sq of one part. Return the stored weight's amax,
+        unscaled, for a copy."""
         random = None
         if self.key is not None:
             random = random_bits(self.key, self.job.first + part.start, part.stop - part.start)
@@ -213,17 +259,24 @@ class _Passes:
             residual = None
             if slot.format is not FP32:
                 bits = None if random is None else random.view(values.shape)
-                values, residual = codes_of(values * scale, slot.format, bits, _FIELDS[i], above_zero=i == 2)
+                values, residual = codes_of(
+                    values * scale, slot.format, bits, _FIELDS[i], above_zero=i == 2
+                )
             if residual is not None:
                 part.rows(slot.residual).copy_(residual)
             part.rows(slot.data).copy_(values)
         return None if self.job.copy is None else part.decoded(self.job.weight).abs().amax()
 
     def _new_values(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute torch.optim's Adam in FP32: new weight, exp_avg and exp_avg_sq, or its root if stored."""
+        """Compute torch.optim's Adam in FP32: new weight, exp_avg and exp_avg_sq, or its root if
+        stored."""
         kind = self.kind
-        step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, _ = self.job.hyper.unbind()
-        p, g, m, v = (part.decoded(slot) * part.blocks(inverse_of(slot), slot) for slot in self.slots)
+        step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, _ = (
+            self.job.hyper.unbind()
+        )
+        p, g, m, v = (
+            part.decoded(slot) * part.blocks(inverse_of(slot), slot) for slot in self.slots
+        )
         has_roots = kind.format(3) is ROOT8
         if has_roots:
             v = v * v

@@ -1,8 +1,10 @@
-"""Run the Adam step on a CPU: `adam.cpp`, compiled for each kind of parameters at first use and cached as a library.
+"""Run the Adam step on a CPU: `adam.cpp`, compiled for each kind of parameters at first use and
+cached as a library.
 
-docs/security.rst states the conditions for a cached library. Correctness does not depend on the lock of compilations,
-as libraries are renamed into place whole. The compiler is called directly: `torch.utils.cpp_extension.load` needs
-ninja, absent from PyTorch's requirements, and waits forever for the lock of a killed process.
+docs/security.rst states the conditions for a cached library. Correctness does not depend on the
+lock of compilations, as libraries are renamed into place whole. The compiler is called directly:
+`torch.utils.cpp_extension.load` needs ninja, absent from PyTorch's requirements, and waits forever
+for the lock of a killed process.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ class CPUKernels:
 
 class _Table(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("rows", "bounds", "grad_amaxes")] + [
-        (name, ctypes.c_int64) for name in ("parameters", "chunks", "chunk_size", "block_size", "threads")
+        (name, ctypes.c_int64)
+        for name in ("parameters", "chunks", "chunk_size", "block_size", "threads")
     ]
 
 
@@ -139,7 +142,8 @@ class Library:
         self._lock = threading.Lock()
 
     def loaded(self) -> ctypes.CDLL | None:
-        """Return the library, or None after a warning about the first failure. Later calls retry: disks get emptied."""
+        """Return the library, or None after a warning about the first failure. Later calls retry:
+        disks get emptied."""
         # with a timeout: a process may be forked while another thread compiles
         if self._is_due() and self._lock.acquire(timeout=LONGEST_WAIT):
             try:
@@ -161,30 +165,36 @@ class Library:
             self.next_try = now + max(_SHORTEST_PAUSE, _PAUSE_PER_SECOND * (now - start))
             if is_first:
                 warnings.warn(
-                    f"{self._name} runs uncompiled, which is slower: it needs a C++ compiler (g++ or clang++, or "
-                    "what the environment variable CXX names) and a folder where code may be written and loaded "
-                    f"(XDG_CACHE_HOME or TMPDIR), and this failed: {error}",
+                    f"{self._name} runs uncompiled, which is slower: it needs a C++ compiler (g++ "
+                    "or clang++, or what the environment variable CXX names) and a folder where "
+                    "code may be written and loaded (XDG_CACHE_HOME or TMPDIR), and this failed: "
+                    f"{error}",
                     stacklevel=3,
                 )
 
 
 def _load(source: Path, flags: tuple[str, ...], name: str) -> ctypes.CDLL:
-    """Load the library from the cache, else from a temporary folder. Raises OSError, or `TimeoutExpired`."""
+    """Load the library from the cache, else from a temporary folder. Raises OSError, or
+    `TimeoutExpired`."""
     try:
         return ctypes.CDLL(str(_compiled_once(_cache(), source, flags, name)))
     except OSError as error:
         failure = str(error)
     try:
-        with tempfile.TemporaryDirectory(prefix="fp8_backends-", ignore_cleanup_errors=True) as path:
+        with tempfile.TemporaryDirectory(
+            prefix="fp8_backends-", ignore_cleanup_errors=True
+        ) as path:
             folder = Path(os.path.realpath(path))
             make_own(folder)
-            loaded = ctypes.CDLL(str(_compiled_once(folder, source, flags, name)))  # stays in memory
+            # stays in memory
+            loaded = ctypes.CDLL(str(_compiled_once(folder, source, flags, name)))
     except OSError as error:
         raise OSError("; ".join(dict.fromkeys((failure, str(error))))) from None
     warnings.warn(
         f"{name} was compiled for this process alone, as each process will: {failure}. Let the "
-        "environment variable XDG_CACHE_HOME name a folder of your own that can be written, on a disk with "
-        "space from which code may be loaded, and that others cannot write, nor what lies above it",
+        "environment variable XDG_CACHE_HOME name a folder of your own that can be written, on a "
+        "disk with space from which code may be loaded, and that others cannot write, nor what "
+        "lies above it",
         stacklevel=4,
     )
     return loaded
@@ -193,7 +203,8 @@ def _load(source: Path, flags: tuple[str, ...], name: str) -> ctypes.CDLL:
 def _cache() -> Path:
     """Return this user's folder of libraries."""
     named = os.environ.get("XDG_CACHE_HOME", "")
-    base = named if os.path.isabs(named) else os.path.expanduser("~/.cache")  # XDG ignores a relative one
+    # XDG ignores a relative one
+    base = named if os.path.isabs(named) else os.path.expanduser("~/.cache")
     if not os.path.isabs(base):
         raise FileNotFoundError("this user has no home folder")
     folder = Path(os.path.realpath(base), "fp8_backends")
@@ -211,9 +222,13 @@ def _compiled_once(folder: Path, source: Path, flags: tuple[str, ...], name: str
     library = _verified(folder, stem)
     if library is None:
         if not any(folder.glob(f"{source.stem}-*.so")):
-            announce(f"compiling {name} for this CPU with {shlex.join(compiler)}: a few seconds, once")
+            announce(
+                f"compiling {name} for this CPU with {shlex.join(compiler)}: a few seconds, once"
+            )
         with _locked(folder / f"{stem}.lock"):
-            library = _verified(folder, stem) or _compiled(folder, stem, [*compiler, *flags, str(source)])
+            library = _verified(folder, stem) or _compiled(
+                folder, stem, [*compiler, *flags, str(source)]
+            )
     return library
 
 
@@ -234,19 +249,25 @@ def _verified(folder: Path, stem: str) -> Path | None:
     """Find the library of that name with the content its name promises."""
     for path in folder.glob(f"{stem}-*.so"):
         content = read_own(path)
-        if content is not None and hashlib.sha256(content).hexdigest() == path.stem.rpartition("-")[2]:
+        if (
+            content is not None
+            and hashlib.sha256(content).hexdigest() == path.stem.rpartition("-")[2]
+        ):
             return path
     return None
 
 
 @contextlib.contextmanager
 def _locked(lock: Path) -> Iterator[None]:
-    """Wait for the holder of this lock, up to a timeout; without locks on this file system, do not wait."""
+    """Wait for the holder of this lock, up to a timeout; without locks on this file system, do not
+    wait."""
     descriptor = None
     try:
         if fcntl is not None:
             with contextlib.suppress(OSError):
-                descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+                descriptor = os.open(
+                    lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
+                )
                 deadline, held = time.monotonic() + LONGEST_WAIT, False
                 while not held and time.monotonic() < deadline:
                     try:
@@ -258,18 +279,21 @@ def _locked(lock: Path) -> Iterator[None]:
     finally:
         if descriptor is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor, too
+                # a process forked meanwhile has the descriptor, too
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
 def _compiled(folder: Path, stem: str, command: list[str]) -> Path:
-    """Compile in a folder inside this one, with OpenMP if possible, and rename the library into place. Raises OSError
-    with the compiler's messages, or without a compiler."""
+    """Compile in a folder inside this one, with OpenMP if possible, and rename the library into
+    place. Raises OSError with the compiler's messages, or without a compiler."""
     for build in folder.glob("build-*"):  # of killed processes
         with contextlib.suppress(OSError):
             if time.time() - build.stat().st_mtime > _ABANDONED_AFTER:
                 shutil.rmtree(build)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=folder, ignore_cleanup_errors=True) as build:
+    with tempfile.TemporaryDirectory(
+        prefix="build-", dir=folder, ignore_cleanup_errors=True
+    ) as build:
         new = Path(build, "library")
         try:
             _run([*command, "-fopenmp", "-o", str(new)], new.parent)
@@ -285,7 +309,8 @@ def _compiled(folder: Path, stem: str, command: list[str]) -> Path:
 
 
 def _run(command: list[str], folder: Path) -> None:
-    """Run a compiler with its temporary files in that folder. Its messages go to a file: a pipe could stay open."""
+    """Run a compiler with its temporary files in that folder. Its messages go to a file: a pipe
+    could stay open."""
     with open(folder / "messages", "w+", encoding="utf-8", errors="replace") as messages:
         done = subprocess.run(
             command,
@@ -297,11 +322,14 @@ def _run(command: list[str], folder: Path) -> None:
         )
         messages.seek(0)
         if done.returncode:
-            raise subprocess.CalledProcessError(done.returncode, command, stderr=messages.read()[-_ERROR_LENGTH:])
+            raise subprocess.CalledProcessError(
+                done.returncode, command, stderr=messages.read()[-_ERROR_LENGTH:]
+            )
 
 
-# Folders and files only this user can have written, by the rule of OpenSSH's `StrictModes`, with the private groups of
-# Debian and Fedora. Without Unix modes (Windows), the rights of the user's profile stand for them.
+# Folders and files only this user can have written, by the rule of OpenSSH's `StrictModes`, with
+# the private groups of Debian and Fedora. Without Unix modes (Windows), the rights of the user's
+# profile stand for them.
 
 _HAS_MODES = hasattr(os, "geteuid")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -317,11 +345,13 @@ def make_own(folder: Path) -> None:
         folder: absolute, without links above its last part (`os.path.realpath`).
 
     Raises:
-        PermissionError: users other than this one and root could write there: the folder is a link or belongs to
-            another user, or others may rename entries of a parent.
+        PermissionError: users other than this one and root could write there: the folder is a link
+            or belongs to another user, or others may rename entries of a parent.
         OSError: it cannot be created.
     """
-    for missing in reversed([path for path in (folder, *folder.parents) if not os.path.lexists(path)]):
+    for missing in reversed(
+        [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    ):
         with contextlib.suppress(FileExistsError):  # from a process that started at the same time
             missing.mkdir(_ONLY_OWNER)
     status = folder.lstat()
@@ -351,8 +381,9 @@ def _check_parent(parent: Path) -> None:
 
 
 def _is_private(group: int) -> bool:
-    """Return True for a user's private group, as with umask 002: it has the user's name, since a directory service need
-    not list the members of a group such as `domain users`, no other member, and is nobody else's first group."""
+    """Return True for a user's private group, as with umask 002: it has the user's name, since a
+    directory service need not list the members of a group such as `domain users`, no other member,
+    and is nobody else's first group."""
     try:
         user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:  # in a container, or from a silent directory service
@@ -371,7 +402,8 @@ def _has_access_list(folder: Path) -> bool:
 
 
 def read_own(path: Path) -> bytes | None:
-    """Read a regular file of this user with a single name, not writable by others; None for anything else."""
+    """Read a regular file of this user with a single name, not writable by others; None for
+    anything else."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _AS_IT_IS)
     except OSError:

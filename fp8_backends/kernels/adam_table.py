@@ -1,17 +1,21 @@
-"""Describe Adam steps: the job of each parameter, bounds of its results, and one table of all jobs of a kind.
+"""Describe Adam steps: the job of each parameter, bounds of its results, and one table of all jobs
+of a kind.
 
-A step in one pass needs scales before its results are known. They follow from bounds (`new_bounds`), of a `record`,
-FP32 [4]: max |x| of the stored weight, exp_avg and exp_avg_sq, and R, the largest |exp_avg| / sqrt(exp_avg_sq) of an
-element, coded (`RATIO_BITS`); of the gradient's amax G; and of the hyperparameters. With n = 1 - beta1, the step size
-s, the root c of exp_avg_sq's bias correction, and primes for values after the step:
+A step in one pass needs scales before its results are known. They follow from bounds
+(`new_bounds`), of a `record`, FP32 [4]: max |x| of the stored weight, exp_avg and exp_avg_sq, and
+R, the largest |exp_avg| / sqrt(exp_avg_sq) of an element, coded (`RATIO_BITS`); of the gradient's
+amax G; and of the hyperparameters. With n = 1 - beta1, the step size s, the root c of exp_avg_sq's
+bias correction, and primes for values after the step:
 
 * |exp_avg'| <= (1 - n) |exp_avg| + n G, and exp_avg_sq' <= beta2 exp_avg_sq + (1 - beta2) G**2.
 * |weight'| <= decay |weight| + |update|. The update is at most s |exp_avg'| / eps, and at most
-  s / c ((1 - n) / sqrt(beta2) R + n / sqrt(1 - beta2)), as the root of exp_avg_sq' is at least that of each summand.
+  s / c ((1 - n) / sqrt(beta2) R + n / sqrt(1 - beta2)), as the root of exp_avg_sq' is at least that
+  of each summand.
 
-R is measured, so this holds for any betas and states. Data of exp_avg_sq below 2**-126, FP32's limit, count as
-2**-126, and a stored root of 0 as 2**-63.5: if eps is below c times this root, the second bound grows by their ratio.
-Coupled weight decay is part of g. FP32 rounding errs by at most 2**-24 of its operands; `SLACK` of each is added.
+R is measured, so this holds for any betas and states. Data of exp_avg_sq below 2**-126, FP32's
+limit, count as 2**-126, and a stored root of 0 as 2**-63.5: if eps is below c times this root, the
+second bound grows by their ratio. Coupled weight decay is part of g. FP32 rounding errs by at most
+2**-24 of its operands; `SLACK` of each is added.
 """
 
 from __future__ import annotations
@@ -40,14 +44,15 @@ WRITTEN = (0, 2, 3)
 RATIO_BITS = math.ceil((63.5 + 2 * 0.0861) * 2**23)
 """Added to bits(m) - bits(v) / 2, gives FP32 bits of at least |m| / sqrt(v).
 
-The bits of a positive number are 2**23 times its base-2 logarithm plus 127, less 0.0861 at most between powers of two:
-once for exp_avg, once for its scale.
+The bits of a positive number are 2**23 times its base-2 logarithm plus 127, less 0.0861 at most
+between powers of two: once for exp_avg, once for its scale.
 """
 SLACK, UPDATE_SLACK = 2.0**-20, 1 + 2.0**-10
 LEAST_ROOT = 2.0**-63
 """Least counted root of exp_avg_sq's data. A smaller eps puts bounds far above the updates."""
 HALF_OF_ONE = 63 * 2**23 + 2**22
-"""Half of 127 * 2**23: bits of a root minus this are half the bits of its square, in the sense of `RATIO_BITS`."""
+"""Half of 127 * 2**23: bits of a root minus this are half the bits of its square, in the sense of
+`RATIO_BITS`."""
 INF_BITS = 0x7F800000
 _INT32_MAX = 2**31 - 1
 _ONE = 127 << 23
@@ -58,9 +63,11 @@ class Slot(NamedTuple):
     """A tensor that the step reads, and unless it is the gradient writes in place."""
 
     data: torch.Tensor
-    """Contiguous, any shape: E4M3, E5M2, FP16, BF16 or FP32; for exp_avg_sq also ROOT8, in blocks."""
+    """Contiguous, any shape: E4M3, E5M2, FP16, BF16 or FP32; for exp_avg_sq also ROOT8, in
+    blocks."""
     scale_inv: torch.Tensor | None = None
-    """FP32, 0-dim or [ceil(numel / block_size)]: value = data * scale_inv, squared for ROOT8. None: plain values."""
+    """FP32, 0-dim or [ceil(numel / block_size)]: value = data * scale_inv, squared for ROOT8. None:
+    plain values."""
     block_size: int = 0
     """Elements of the flattened data with a common scale; 0: all."""
     residual: torch.Tensor | None = None
@@ -95,8 +102,8 @@ class Job(NamedTuple):
     finite: torch.Tensor | None = None
     """bool, 0-dim: the whole tensor's gradient is finite. None: decided from the slot."""
     record: torch.Tensor | None = None
-    """FP32 [4], contiguous: `measured` of the stored tensors, updated by the step. With it, scales follow from bounds
-    in one pass; without it, from amaxes in two, without a fused kernel."""
+    """FP32 [4], contiguous: `measured` of the stored tensors, updated by the step. With it, scales
+    follow from bounds in one pass; without it, from amaxes in two, without a fused kernel."""
 
     @property
     def slots(self) -> tuple[Slot, Slot, Slot, Slot]:
@@ -118,23 +125,30 @@ class Job(NamedTuple):
             decoupled=self.decoupled,
             maximize=self.maximize,
             stochastic=self.rounding == "stochastic",
-            finite_is_told=self.finite is not None or self.grad.data.dtype.itemsize > 1 or self.grad.block_size > 0,
+            finite_is_told=self.finite is not None
+            or self.grad.data.dtype.itemsize > 1
+            or self.grad.block_size > 0,
             bounded=self.record is not None and (scaled[0] if self.copy else any(scaled)),
             split=self.weight.residual is not None,
         )
 
     def check(self) -> None:
-        """Raise ValueError for a non-contiguous slot, differing block sizes, an unknown rounding, a split weight with a
-        copy or blocks, or roots without blocks."""
+        """Raise ValueError for a non-contiguous slot, differing block sizes, an unknown rounding, a
+        split weight with a copy or blocks, or roots without blocks."""
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}, not {self.rounding!r}")
         copy = self.copy
         for slot in (*self.slots, copy) if copy else self.slots:
             if not slot.data.is_contiguous():
-                raise ValueError(f"the step works on contiguous tensors; strides {slot.data.stride()} are not")
+                raise ValueError(
+                    f"the step works on contiguous tensors; strides {slot.data.stride()} are not"
+                )
         mixed = len({slot.block_size for slot in self.slots} - {0}) > 1
         if mixed or copy and (copy.block_size or copy.data.dtype not in (E4M3.dtype, E5M2.dtype)):
-            raise ValueError("one step has one block size, and the copy of the weight is E4M3 or E5M2 with one scale")
+            raise ValueError(
+                "one step has one block size, and the copy of the weight is E4M3 or E5M2 with one "
+                "scale"
+            )
         if copy and self.weight.block_size:
             raise ValueError("a weight that is copied has one scale")
         if self.weight.residual is not None and (copy or self.weight.block_size):
@@ -144,7 +158,8 @@ class Job(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Properties a step is compiled for. Tuples are in the order weight, grad, exp_avg, exp_avg_sq."""
+    """Properties a step is compiled for. Tuples are in the order weight, grad, exp_avg,
+    exp_avg_sq."""
 
     dtypes: tuple[torch.dtype, ...]
     scaled: tuple[bool, ...]
@@ -183,11 +198,17 @@ class Part(NamedTuple):
         flat = tensor.detach().view(-1)[self.start : self.stop]
         is_fp8 = flat.dtype.is_floating_point and flat.dtype.itemsize == 1
         length = self.stop - self.start
-        return (flat.view(torch.uint8) if is_fp8 else flat).view(-1, min(self.block_size or length, length))
+        return (flat.view(torch.uint8) if is_fp8 else flat).view(
+            -1, min(self.block_size or length, length)
+        )
 
     def decoded(self, slot: Slot) -> torch.Tensor:
         """Return FP32 values of a slot without their scale."""
-        return decoded(self.rows(slot.data), slot.format, None if slot.residual is None else self.rows(slot.residual))
+        return decoded(
+            self.rows(slot.data),
+            slot.format,
+            None if slot.residual is None else self.rows(slot.residual),
+        )
 
     def blocks(self, scale: torch.Tensor, slot: Slot) -> torch.Tensor:
         """View the scales of this part: [rows, 1], or 0-dim if the slot has one scale."""
@@ -216,7 +237,8 @@ def inverse_of(slot: Slot) -> torch.Tensor:
 def square_root(values: torch.Tensor) -> torch.Tensor:
     """Return FP32 roots, correctly rounded."""
     if values.device.type == "cpu":
-        return values.double().sqrt().float()  # PyTorch's own of FP32 is off by a last bit now and then
+        # PyTorch's own of FP32 is off by a last bit now and then
+        return values.double().sqrt().float()
     return values.sqrt()
 
 
@@ -243,9 +265,9 @@ def largest_gradient(grad: Slot, finite: torch.Tensor) -> torch.Tensor:
 
 
 def adam_numbers(lr, beta1, beta2, eps, weight_decay, step) -> tuple:
-    """Compute a step's hyperparameters, numbers or tensors: step size, factor of decoupled weight decay, weight decay,
-    share of the gradient in exp_avg, beta2, share of its square in exp_avg_sq, factor of the root of exp_avg_sq, eps,
-    and the step, 1 in the first."""
+    """Compute a step's hyperparameters, numbers or tensors: step size, factor of decoupled weight
+    decay, weight decay, share of the gradient in exp_avg, beta2, share of its square in exp_avg_sq,
+    factor of the root of exp_avg_sq, eps, and the step, 1 in the first."""
     inv_sqrt_bias2 = (1 - beta2**step) ** -0.5
     decay, new_in_exp_avg, new_in_exp_avg_sq = 1 - lr * weight_decay, 1 - beta1, 1 - beta2
     step_size = lr / (1 - beta1**step)
@@ -266,12 +288,16 @@ def exact_update(
     decoupled: bool,
 ) -> torch.Tensor:
     """Compute Adam's change of a weight in FP64 from the moments after the step."""
-    step_size, decay, _, _, _, _, inv_sqrt_bias2, eps, _ = adam_numbers(lr, *betas, eps, weight_decay, step)
+    step_size, decay, _, _, _, _, inv_sqrt_bias2, eps, _ = adam_numbers(
+        lr, *betas, eps, weight_decay, step
+    )
     p, m, root = weight.double(), exp_avg.double(), exp_avg_sq.double().sqrt()
     return (p * decay if decoupled else p) - step_size * m / (root * inv_sqrt_bias2 + eps) - p
 
 
-def adam_hyper(group_lr, betas, eps: float, weight_decay: float, step: torch.Tensor, device) -> torch.Tensor:
+def adam_hyper(
+    group_lr, betas, eps: float, weight_decay: float, step: torch.Tensor, device
+) -> torch.Tensor:
     """Return `adam_hypers` of one step count, [9]."""
     return adam_hypers(group_lr, betas, eps, weight_decay, [step], device)[0]
 
@@ -283,7 +309,8 @@ def adam_hypers(
 
     Args:
         group_lr, betas: floats or 0-dim tensors.
-        steps: FP32, 0-dim, on one device, 1 in the first step. CPU tensors are read; others stay, without waiting.
+        steps: FP32, 0-dim, on one device, 1 in the first step. CPU tensors are read; others stay,
+        without waiting.
     """
     numbers = [_number(x) for x in (group_lr, *betas)]
     if steps[0].device.type == "cpu":
@@ -298,7 +325,9 @@ def adam_hypers(
         v if isinstance(v, torch.Tensor) else torch.full((), v, device=device, dtype=torch.float64)
         for v in adam_numbers(*numbers, eps, weight_decay, t)
     ]
-    return torch.stack([v.to(device, torch.float32, non_blocking=True).expand(len(steps)) for v in values], 1)
+    return torch.stack(
+        [v.to(device, torch.float32, non_blocking=True).expand(len(steps)) for v in values], 1
+    )
 
 
 def _number(x):
@@ -308,23 +337,31 @@ def _number(x):
 
 
 def measured(weight: Slot, exp_avg: Slot, exp_avg_sq: Slot) -> torch.Tensor:
-    """Measure the record of stored tensors, FP32 [4], equal to the bit to a step's own update of it."""
+    """Measure the record of stored tensors, FP32 [4], equal to the bit to a step's own update of
+    it."""
     slots = (weight, exp_avg, exp_avg_sq)
     block_size, has_roots = max(slot.block_size for slot in slots), exp_avg_sq.format is ROOT8
     record = torch.zeros(4, dtype=torch.int32, device=weight.data.device)
-    for span in spans(0 if is_fake(weight.data) else weight.data.numel(), block_size, _MEASURED_PART):
+    for span in spans(
+        0 if is_fake(weight.data) else weight.data.numel(), block_size, _MEASURED_PART
+    ):
         part = Part(*span, block_size)
         w, m, v = ((part.decoded(slot), part.blocks(inverse_of(slot), slot)) for slot in slots)
-        amaxes = [(data.abs() * inverse).amax().abs() for data, inverse in (w, m, v)]  # abs: of a NaN
+        # abs: of a NaN
+        amaxes = [(data.abs() * inverse).amax().abs() for data, inverse in (w, m, v)]
         if has_roots:
             amaxes[2] = amaxes[2] * amaxes[2]
-        largest = [*(amax.view(torch.int32) for amax in amaxes), _coded_ratios(*m, *v, has_roots).amax()]
+        largest = [
+            *(amax.view(torch.int32) for amax in amaxes),
+            _coded_ratios(*m, *v, has_roots).amax(),
+        ]
         record = torch.maximum(record, torch.stack(largest))
     return record.view(torch.float32)
 
 
 def _coded_ratios(m, m_inverse, v, v_inverse, has_roots: bool) -> torch.Tensor:
-    """Return |exp_avg| / sqrt(exp_avg_sq) of each element, coded, int32; 0 if exp_avg is 0. v: roots if `has_roots`."""
+    """Return |exp_avg| / sqrt(exp_avg_sq) of each element, coded, int32; 0 if exp_avg is 0. v:
+    roots if `has_roots`."""
     half_of_inverse, half_of_v = v_inverse.view(torch.int32) - _ONE, v.view(torch.int32)
     if has_roots:  # a root of 0 and its scale add up to 0
         half_of_v = torch.where(v > 0, half_of_v - HALF_OF_ONE, -half_of_inverse)
@@ -362,7 +399,10 @@ def new_bounds(
     kept, new = 1 - n + SLACK, n + SLACK
     m = kept * m + new * g
     v = v * beta2 + new_in_exp_avg_sq * g * g
-    of_exp_avg, of_gradient = kept / square_root(beta2) * ratio, new / square_root(new_in_exp_avg_sq)
+    of_exp_avg, of_gradient = (
+        kept / square_root(beta2) * ratio,
+        new / square_root(new_in_exp_avg_sq),
+    )
     least_root = LEAST_ROOT * square_root(exp_avg_sq_inverse.clamp(min=1.0))
     above_eps = (c * least_root / eps).clamp(min=1.0)
     of_quotient = step_size.abs() * (of_exp_avg + of_gradient) / c * above_eps
@@ -374,18 +414,21 @@ def new_bounds(
 
 
 COLUMNS = 17
-"""int64 in a parameter's row: pointers to data (weight, grad, exp_avg, exp_avg_sq), to the copy's data or the weight's
-residual, to scales in the same order and the copy's (0: none), to hyperparameters, to a finite flag (0: the scale
-decides); number of elements, index of the first in the whole tensor, seed, first chunk; pointer to the record (0:
-none). `adam.cpp` and `triton_tiles.py` use the same order."""
+"""int64 in a parameter's row: pointers to data (weight, grad, exp_avg, exp_avg_sq), to the copy's
+data or the weight's residual, to scales in the same order and the copy's (0: none), to
+hyperparameters, to a finite flag (0: the scale decides); number of elements, index of the first in
+the whole tensor, seed, first chunk; pointer to the record (0: none). `adam.cpp` and
+`triton_tiles.py` use the same order."""
 
 
 class AdamTable:
-    """Step parameters of one kind on one device by `adam_cpu.CPUKernels` or `triton_adam.TritonKernels`.
+    """Step parameters of one kind on one device by `adam_cpu.CPUKernels` or
+    `triton_adam.TritonKernels`.
 
     Attributes:
         rows: int64 [parameters, COLUMNS], on the device.
-        bounds: FP32 [parameters, 3], on the device: of weight, exp_avg and exp_avg_sq with one scale each.
+        bounds: FP32 [parameters, 3], on the device: of weight, exp_avg and exp_avg_sq with one
+            scale each.
         grad_amax: FP32 [parameters]: of gradients without a scale to bound them.
         old_scale_inv: FP32 [parameters, 3]: copies for a kernel with programs in any order.
         aligned: True if all data begin at multiples of 16 bytes.
@@ -422,7 +465,9 @@ class AdamTable:
         """Run `AdamSteps.write`, copies included."""
         bounds = [bound for row in self.bounds.unbind() for bound in row.unbind()]
         pairs = zip(bounds, [amax for row in amaxes for amax in row], strict=True)
-        changed = [(b, amax) for b, amax in pairs if amax is not None and b.data_ptr() != amax.data_ptr()]
+        changed = [
+            (b, amax) for b, amax in pairs if amax is not None and b.data_ptr() != amax.data_ptr()
+        ]
         if changed:
             torch._foreach_copy_(*zip(*changed, strict=True))
         self._write()
@@ -435,8 +480,14 @@ class AdamTable:
     def _write(self) -> None:
         self.kernels.run("write", self)
         slots = [slot for job in self.jobs for slot in (*job.written, job.copy) if slot is not None]
-        tensors = [part for slot in slots for part in (slot.data, slot.scale_inv, slot.residual) if part is not None]
-        torch.autograd.graph.increment_version(tensors)  # autograd does not see writes through pointers
+        tensors = [
+            part
+            for slot in slots
+            for part in (slot.data, slot.scale_inv, slot.residual)
+            if part is not None
+        ]
+        # autograd does not see writes through pointers
+        torch.autograd.graph.increment_version(tensors)
 
     def _grad_amaxes(self) -> torch.Tensor:
         """Return zeros for the kernel that measures gradients, or amaxes it does not measure."""
@@ -452,14 +503,15 @@ class AdamTable:
 
     @functools.cached_property
     def _largest_inverses(self) -> torch.Tensor:
-        """Find the largest scale_inv of each gradient's blocks, FP32 [parameters], in few launches."""
+        """Find the largest scale_inv of each gradient's blocks, FP32 [parameters], in few
+        launches."""
         inverses = [job.grad.scale_inv.detach() for job in self.jobs]
         inverses = [inverse if inverse.numel() else inverse.new_zeros(1) for inverse in inverses]
         return torch.stack(torch._foreach_norm(inverses, math.inf))
 
     def _find_finite(self) -> torch.Tensor | None:
-        """Return finite flags of the gradients, bool [parameters]: ones to be corrected by a kernel if elements decide;
-        None if the only scale decides, or jobs have flags."""
+        """Return finite flags of the gradients, bool [parameters]: ones to be corrected by a kernel
+        if elements decide; None if the only scale decides, or jobs have flags."""
         if self.jobs[0].finite is not None or not self.kind.finite_is_told:
             return None
         if not self.kind.blocked[1]:

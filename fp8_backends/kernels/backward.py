@@ -1,4 +1,5 @@
-"""Compute in backward: cross-entropy with its gradient, accumulation into E4M3 gradients, and their norm.
+"""Compute in backward: cross-entropy with its gradient, accumulation into E4M3 gradients, and their
+norm.
 
 Each is one Triton kernel on a GPU, one pass over its bytes.
 """
@@ -14,7 +15,8 @@ _ADDENDS = (torch.float32, torch.bfloat16, torch.float16)
 def cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, label_smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each row, FP32 [rows], and the gradient of their sum, [rows, words] in the logits' dtype.
+    """Return the loss of each row, FP32 [rows], and the gradient of their sum, [rows, words] in the
+    logits' dtype.
 
     Args:
         logits: [rows, words], bf16, fp16 or FP32, row-major. The gradient may reuse their memory.
@@ -43,7 +45,8 @@ def cross_entropy(
 
 
 def accumulate(codes: torch.Tensor, scale_inv: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
-    """Return `codes * scale_inv + addend` in FP32, contiguous. Product and sum are each rounded once.
+    """Return `codes * scale_inv + addend` in FP32, contiguous. Product and sum are each rounded
+    once.
 
     Args:
         codes: E4M3, any shape.
@@ -59,7 +62,8 @@ def accumulate(codes: torch.Tensor, scale_inv: torch.Tensor, addend: torch.Tenso
 
 
 def norm(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-    """Return the 2-norm of `codes * scale_inv`: FP32, 0-dim. The device decides the order of the sum.
+    """Return the 2-norm of `codes * scale_inv`: FP32, 0-dim. The device decides the order of the
+    sum.
 
     Args:
         codes: E4M3, any shape; FP32 for a gradient under accumulation.

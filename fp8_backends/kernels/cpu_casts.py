@@ -1,7 +1,9 @@
-"""Cast to FP8 and back on a CPU, eagerly: the reference operations over parts that stay in cache, to the same bits.
+"""Cast to FP8 and back on a CPU, eagerly: the reference operations over parts that stay in cache,
+to the same bits.
 
-Page faults on large FP32 copies cost more than the arithmetic. Codes are decoded through FP16 by a shift, or in pairs
-through a table: five times faster than torch's E4M3 cast. Nothing here is traced: some values are read on the host.
+Page faults on large FP32 copies cost more than the arithmetic. Codes are decoded through FP16 by a
+shift, or in pairs through a table: five times faster than torch's E4M3 cast. Nothing here is
+traced: some values are read on the host.
 """
 
 import functools
@@ -17,9 +19,11 @@ from ..formats.scaling import Blocks, Quantized, e8m0_values
 from .triton_gate import is_eager
 
 PART = 2**19
-"""Elements of a part: 2 MiB in FP32. Smaller parts are no faster, and threads synchronize after each operation."""
+"""Elements of a part: 2 MiB in FP32. Smaller parts are no faster, and threads synchronize after
+each operation."""
 MOST_SCRATCH = 2**25
-"""Most bytes of a reused buffer. Each thread has four: a part, both operands of a product, its unrounded result."""
+"""Most bytes of a reused buffer. Each thread has four: a part, both operands of a product, its
+unrounded result."""
 FEWEST = 2**13
 """Below this many elements, the reference is faster, with fewer operations."""
 
@@ -43,7 +47,9 @@ def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
     for rows in _row_parts(x.shape):
         part, values = x[rows], part_of(x[rows].shape)
         part = part if part.dtype == torch.float32 else values.copy_(part)
-        codes[rows].copy_(torch.mul(part, _factor_of(rows, factor), out=values).clamp_(-fmt.max, fmt.max))
+        codes[rows].copy_(
+            torch.mul(part, _factor_of(rows, factor), out=values).clamp_(-fmt.max, fmt.max)
+        )
     return codes
 
 
@@ -55,7 +61,8 @@ def product(
     values_dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return `((a.to(values_dtype) @ b.to(values_dtype).t()).float() * a_factor * b_factor).to(out_dtype)` of codes.
+    """Return `((a.to(values_dtype) @ b.to(values_dtype).t()).float() * a_factor *
+    b_factor).to(out_dtype)` of codes.
 
     Args:
         a: [m, k], row-major or column-major.
@@ -72,11 +79,13 @@ def product(
 
 
 def decoded(codes: torch.Tensor, dtype: torch.dtype, scratch: str | None = None) -> torch.Tensor:
-    """Return `codes.to(dtype)` of E4M3 or E5M2 [rows, columns], row- or column-major, in the same layout, NaN included.
+    """Return `codes.to(dtype)` of E4M3 or E5M2 [rows, columns], row- or column-major, in the same
+    layout, NaN included.
 
     Args:
         dtype: bf16 or FP32.
-        scratch: name of a reused buffer for the result, valid until this thread requests it again; None: new memory.
+        scratch: name of a reused buffer for the result, valid until this thread requests it again;
+        None: new memory.
     """
     if codes.numel() < 2:
         return codes.to(dtype)
@@ -84,7 +93,11 @@ def decoded(codes: torch.Tensor, dtype: torch.dtype, scratch: str | None = None)
         if codes.t().is_contiguous():
             return decoded(codes.t(), dtype, scratch).t()
         codes = codes.contiguous()
-    values = codes.new_empty(codes.shape, dtype=dtype) if scratch is None else _scratch(codes.shape, dtype, scratch)
+    values = (
+        codes.new_empty(codes.shape, dtype=dtype)
+        if scratch is None
+        else _scratch(codes.shape, dtype, scratch)
+    )
     if dtype == torch.bfloat16:
         _decode_pairs(codes.view(-1), values.view(-1))
     elif codes.dtype == torch.float8_e5m2:
@@ -95,8 +108,8 @@ def decoded(codes: torch.Tensor, dtype: torch.dtype, scratch: str | None = None)
 
 
 def _decode_e4m3(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode E4M3 codes to FP32 as FP16 bits: shifted up by seven, a code is the FP16 of its value over 2**8, subnormal
-    numbers included. Only NaN becomes a number, 480, above E4M3's largest."""
+    """Decode E4M3 codes to FP32 as FP16 bits: shifted up by seven, a code is the FP16 of its value
+    over 2**8, subnormal numbers included. Only NaN becomes a number, 480, above E4M3's largest."""
     codes = codes.view(torch.int8)
     for start in range(0, len(codes), PART):
         part, values = codes[start : start + PART], out[start : start + PART]
@@ -135,7 +148,8 @@ def _pairs_of(dtype: torch.dtype) -> torch.Tensor:
 
 
 def scale(product: torch.Tensor, factors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write `(product.float() * factors[0] * factors[1] ...).to(out.dtype)` into `out`; it may be the product itself.
+    """Write `(product.float() * factors[0] * factors[1] ...).to(out.dtype)` into `out`; it may be
+    the product itself.
 
     Args:
         product: [rows, columns], FP32 (overwritten), bf16 or fp16.
@@ -151,7 +165,11 @@ def scale(product: torch.Tensor, factors: Sequence[torch.Tensor], out: torch.Ten
 
 
 def quantize_blocks(
-    x: torch.Tensor, blocks: Blocks, fmt: Format, transposed: bool, stored_scale_inv: torch.Tensor | None
+    x: torch.Tensor,
+    blocks: Blocks,
+    fmt: Format,
+    transposed: bool,
+    stored_scale_inv: torch.Tensor | None,
 ) -> Quantized | None:
     """Return `blocks.quantize(x, fmt)`, or of x.t(), possibly as views; None if x has a NaN.
 
@@ -183,12 +201,14 @@ def quantize_blocks(
 
 
 def dequantize_blocks(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
-    """Return `blocks.dequantize(q, dtype)`, bf16 or FP32, of row- or column-major codes, in the same layout."""
+    """Return `blocks.dequantize(q, dtype)`, bf16 or FP32, of row- or column-major codes, in the
+    same layout."""
     transposed = not q.codes.is_contiguous()
     codes, scale_inv = (q.codes.t(), q.scale_inv.t()) if transposed else q
     scale_inv = e8m0_values(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv
     if ((scale_inv.to(dtype) != scale_inv) & ~scale_inv.isnan()).any():
-        return dequantize_blocks(q, blocks, torch.float32).to(dtype)  # bf16 would round scale and values
+        # bf16 would round scale and values
+        return dequantize_blocks(q, blocks, torch.float32).to(dtype)
     values, scale_inv = decoded(codes, dtype), scale_inv.to(dtype)
     height, width = _block_shape(blocks, codes.shape, transposed)
     for rows, bands in _bands(values.shape, height):
@@ -197,7 +217,8 @@ def dequantize_blocks(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch
 
 
 def _block_shape(blocks: Blocks, shape: torch.Size, transposed: bool) -> tuple[int, int]:
-    """Return rows and columns of a block in a matrix of that shape. transposed: for blocks of the transpose."""
+    """Return rows and columns of a block in a matrix of that shape. transposed: for blocks of the
+    transpose."""
     columns = blocks.columns or shape[0 if transposed else 1]
     return (columns, blocks.rows) if transposed else (blocks.rows, columns)
 
@@ -205,8 +226,8 @@ def _block_shape(blocks: Blocks, shape: torch.Size, transposed: bool) -> tuple[i
 def _block_amaxes(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return max |x| of blocks, FP32 [rows of blocks, blocks in a row]; NaN for a block with NaN.
 
-    Compares magnitude bits as integers: same order as the numbers, with NaN above all, and tens of times faster than
-    torch's own maximum, vectorized for few layouts.
+    Compares magnitude bits as integers: same order as the numbers, with NaN above all, and tens of
+    times faster than torch's own maximum, vectorized for few layouts.
     """
     integer, magnitude = _BITS[x.dtype.itemsize]
     amaxes = x.new_zeros(-(-x.shape[0] // height), -(-x.shape[1] // width), dtype=integer)
@@ -220,7 +241,8 @@ def _block_amaxes(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def _multiply_blocks(values: torch.Tensor, factor: torch.Tensor, width: int) -> None:
-    """Multiply values [rows, columns] in place by the factors [bands, blocks in a band] of their blocks."""
+    """Multiply values [rows, columns] in place by the factors [bands, blocks in a band] of their
+    blocks."""
     bands, columns = len(factor), values.shape[1]
     if columns % width:
         factor, width = factor.repeat_interleave(width, 1)[:, :columns], 1
@@ -228,7 +250,8 @@ def _multiply_blocks(values: torch.Tensor, factor: torch.Tensor, width: int) -> 
 
 
 def _bands(shape: torch.Size, height: int) -> Iterator[tuple[slice, slice]]:
-    """Split a matrix into parts, whole bands of blocks or part of one: slices of rows, and of their bands."""
+    """Split a matrix into parts, whole bands of blocks or part of one: slices of rows, and of their
+    bands."""
     step = max(1, PART // max(1, shape[1]))
     together = max(1, step // height)
     whole = shape[0] // height
@@ -242,7 +265,8 @@ def _bands(shape: torch.Size, height: int) -> Iterator[tuple[slice, slice]]:
 
 
 def part_of(shape: torch.Size, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return uninitialized memory for one part, FP32 or int32, valid until this thread's next call."""
+    """Return uninitialized memory for one part, FP32 or int32, valid until this thread's next
+    call."""
     return _scratch(shape, dtype, "part")
 
 
@@ -250,7 +274,8 @@ _thread = threading.local()
 
 
 def _scratch(shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Return a thread's uninitialized buffer of that name, up to a limit: fresh pages cost more than arithmetic."""
+    """Return a thread's uninitialized buffer of that name, up to a limit: fresh pages cost more
+    than arithmetic."""
     size = math.prod(shape) * dtype.itemsize
     if size > MOST_SCRATCH:
         return torch.empty(shape, dtype=dtype, device="cpu")

@@ -17,7 +17,8 @@ _properties = functools.cache(torch.cuda.get_device_properties)
 
 
 def has_fp8_casts(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor's device converts FP32 to FP8 in hardware. Elsewhere kernels round on the bits."""
+    """Return True if the tensor's device converts FP32 to FP8 in hardware. Elsewhere kernels round
+    on the bits."""
     return tensor.is_cuda and _casts_in_hardware(tensor.get_device())
 
 
@@ -27,14 +28,16 @@ def multiprocessors(tensor: torch.Tensor) -> int:
 
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Make the tensor's device current, as Triton launches on the current device. Free if it already is."""
+    """Make the tensor's device current, as Triton launches on the current device. Free if it
+    already is."""
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.get_device())
     return _NO_CHANGE
 
 
 def stream_of(tensor: torch.Tensor) -> int | None:
-    """Return the tensor's current stream. None during CUDA graph capture: replays run again on the same memory."""
+    """Return the tensor's current stream. None during CUDA graph capture: replays run again on the
+    same memory."""
     if not tensor.is_cuda:
         return 0
     if torch.cuda.is_current_stream_capturing():
@@ -43,15 +46,18 @@ def stream_of(tensor: torch.Tensor) -> int | None:
 
 
 def on_device(numbers: list, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Copy numbers to a device without waiting. Raises `FP8BackendError` during CUDA graph capture: replays would read
-    freed host memory."""
+    """Copy numbers to a device without waiting. Raises `FP8BackendError` during CUDA graph capture:
+    replays would read freed host memory."""
     is_cuda = torch.device(device).type == "cuda"
     if is_cuda and torch.cuda.is_current_stream_capturing():
         raise FP8BackendError(
-            "a CUDA graph cannot record an optimizer step at a level, nor the reduction of gradients in FP8: replays "
-            "would read freed memory of the host. Run them outside of the graph"
+            "a CUDA graph cannot record an optimizer step at a level, nor the reduction of "
+            "gradients in FP8: replays would read freed memory of the host. Run them outside of "
+            "the graph"
         )
-    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=is_cuda).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=is_cuda).to(
+        device, non_blocking=True
+    )
 
 
 def interprets() -> bool:

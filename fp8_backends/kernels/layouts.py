@@ -20,7 +20,8 @@ class Layouts(NamedTuple):
     transposed: torch.Tensor | None = None
     """FP8 [columns, rows], row-major; None: not requested, or a view of `codes` serves."""
     transposed_scale_inv: torch.Tensor | None = None
-    """Inverse scale of `transposed`: the same tensor for one scale, else one for each block of x.t()."""
+    """Inverse scale of `transposed`: the same tensor for one scale, else one for each block of
+    x.t()."""
     amax: torch.Tensor | None = None
     """max |x| in FP32, 0-dim; None for blocks."""
 
@@ -40,7 +41,8 @@ BLOCK = 128
 
 
 class Part(NamedTuple):
-    """Contiguous values and their place among the values of all rows, row after row. Gaps between parts are zero."""
+    """Contiguous values and their place among the values of all rows, row after row. Gaps between
+    parts are zero."""
 
     values: torch.Tensor
     """[numel], contiguous; FP32, bf16, fp16 or any dtype that casts to FP32."""

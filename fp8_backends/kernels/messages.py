@@ -1,12 +1,13 @@
-"""Encode gradients as messages between ranks: bytes of E4M3 codes and the exponents of their scales.
+"""Encode gradients as messages between ranks: bytes of E4M3 codes and the exponents of their
+scales.
 
 Values form a matrix with one row for each rank, and a message is a row of it:
 
     row of `columns` values  ──►  columns codes | ceil(columns / BLOCK) exponents          129 bytes for 128 values
 
-PyTorch operations process chunks that stay in a CPU core's cache; on a GPU the function of the same name in
-`triton_messages.py` gives the same bits in one pass over memory. Codes are decoded with integer operations, and
-arbitrarily in a non-finite block, with its scale of NaN.
+PyTorch operations process chunks that stay in a CPU core's cache; on a GPU the function of the same
+name in `triton_messages.py` gives the same bits in one pass over memory. Codes are decoded with
+integer operations, and arbitrarily in a non-finite block, with its scale of NaN.
 """
 
 import bisect
@@ -42,7 +43,8 @@ def _with_kernel(function: Callable) -> Callable:
 def pack(
     parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return messages for all ranks, uint8 [rows, columns + columns / BLOCK], and the own row, FP32 [columns].
+    """Return messages for all ranks, uint8 [rows, columns + columns / BLOCK], and the own row, FP32
+    [columns].
 
     Args:
         parts: at least one, on one device, ordered by start.
@@ -52,7 +54,11 @@ def pack(
     """
     device = parts[0].values.device
     messages = torch.empty(shape_of(rows, columns), dtype=torch.uint8, device=device)
-    own, scratch, ends = torch.empty(columns, device=device), _scratch(2, columns, device), _ends(parts)
+    own, scratch, ends = (
+        torch.empty(columns, device=device),
+        _scratch(2, columns, device),
+        _ends(parts),
+    )
     for row, first, last in _chunks(messages, rows, columns):
         values = own[first:last] if row == rank and not rounded else scratch[0, : last - first]
         _gather(parts, ends, row * columns + first, row * columns + last, values)
@@ -65,7 +71,8 @@ def pack(
 
 @_with_kernel
 def encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
-    """Return messages, uint8, of floating-point values [rows, columns]. May not write the message of `own_row`."""
+    """Return messages, uint8, of floating-point values [rows, columns]. May not write the message
+    of `own_row`."""
     messages = torch.empty(shape_of(*rows.shape), dtype=torch.uint8, device=rows.device)
     columns, scratch = rows.shape[1], _scratch(2, rows.shape[1], rows.device)
     for row, first, last in _chunks(messages, *rows.shape):
@@ -77,8 +84,8 @@ def encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
 
 @_with_kernel
 def reduce(received: torch.Tensor, own: torch.Tensor, rank: int, divisor: int) -> torch.Tensor:
-    """Return the message, uint8 [1, bytes], of the sum of `received`, uint8 [ranks, bytes], over `divisor`. `own`,
-    [columns] in any dtype, replaces row `rank`."""
+    """Return the message, uint8 [1, bytes], of the sum of `received`, uint8 [ranks, bytes], over
+    `divisor`. `own`, [columns] in any dtype, replaces row `rank`."""
     message = torch.empty_like(received[:1])
     for first, total, spare in _sums(received, own, rank):
         _encode(total.div_(divisor), message[0], own.shape[0], first, spare)
@@ -87,10 +94,15 @@ def reduce(received: torch.Tensor, own: torch.Tensor, rank: int, divisor: int) -
 
 @_with_kernel
 def reduce_values(
-    received: torch.Tensor, own: torch.Tensor, rank: int, out: torch.Tensor, divisor: int = 1, factor: float = 1.0
+    received: torch.Tensor,
+    own: torch.Tensor,
+    rank: int,
+    out: torch.Tensor,
+    divisor: int = 1,
+    factor: float = 1.0,
 ) -> torch.Tensor:
-    """Write the sum of `received` over `divisor` times `factor` into `out`, FP32, bf16 or fp16; arguments as `reduce`.
-    `own` and `out` may be shorter than the messages."""
+    """Write the sum of `received` over `divisor` times `factor` into `out`, FP32, bf16 or fp16;
+    arguments as `reduce`. `own` and `out` may be shorter than the messages."""
     for first, total, _ in _sums(received, own, rank):
         out[first : first + len(total)] = total.div_(divisor).mul_(factor)
     return out
@@ -98,22 +110,28 @@ def reduce_values(
 
 @_with_kernel
 def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
-    """Write the values of messages with whole blocks into the parts: FP32, bf16 or fp16, without a scale."""
+    """Write the values of messages with whole blocks into the parts: FP32, bf16 or fp16, without a
+    scale."""
     columns, ends = columns_of(messages), _ends(parts)
     scratch = _scratch(1, columns, messages.device)
     for row, first, last in _chunks(messages, messages.shape[0], columns):
         values = scratch[:, : last - first]
         _decode(messages[row : row + 1], columns, first, values)
-        for part, elements, place in _overlaps(parts, ends, row * columns + first, row * columns + last):
+        for part, elements, place in _overlaps(
+            parts, ends, row * columns + first, row * columns + last
+        ):
             part.values[elements] = values[0, place]
 
 
 @_with_kernel
 def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split messages, uint8, into (E4M3 codes [rows, columns], FP32 scale_inv [rows, ceil(columns / BLOCK)])."""
+    """Split messages, uint8, into (E4M3 codes [rows, columns], FP32 scale_inv [rows, ceil(columns /
+    BLOCK)])."""
     columns = columns_of(messages)
     codes = messages.narrow(1, 0, columns).clone(memory_format=torch.contiguous_format)
-    return codes.view(E4M3.dtype), scales_of(messages.narrow(1, columns, messages.shape[1] - columns))
+    return codes.view(E4M3.dtype), scales_of(
+        messages.narrow(1, columns, messages.shape[1] - columns)
+    )
 
 
 @_with_kernel
@@ -128,11 +146,16 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 def _scratch(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """Allocate FP32 memory for chunks of rows, whole blocks each."""
-    return torch.empty(rows, min(-(-columns // BLOCK) * BLOCK, CHUNK), dtype=torch.float32, device=device)
+    return torch.empty(
+        rows, min(-(-columns // BLOCK) * BLOCK, CHUNK), dtype=torch.float32, device=device
+    )
 
 
-def _chunks(result: torch.Tensor, rows: int, columns: int, length: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, first column, end) of chunks that begin at a multiple of BLOCK; none of a result without values."""
+def _chunks(
+    result: torch.Tensor, rows: int, columns: int, length: int | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (row, first column, end) of chunks that begin at a multiple of BLOCK; none of a result
+    without values."""
     if is_fake(result):
         return
     length = length or CHUNK
@@ -145,14 +168,26 @@ def _ends(parts: Sequence[Part]) -> list[int]:
     return [part.start + part.values.numel() for part in parts]
 
 
-def _overlaps(parts: Sequence[Part], ends: list[int], begin: int, end: int) -> Iterator[tuple[Part, slice, slice]]:
-    """Yield the parts with elements in `begin:end`: (part, its elements, their place after `begin`)."""
-    for i in range(bisect.bisect_right(ends, begin), bisect.bisect_left(parts, end, key=lambda part: part.start)):
+def _overlaps(
+    parts: Sequence[Part], ends: list[int], begin: int, end: int
+) -> Iterator[tuple[Part, slice, slice]]:
+    """Yield the parts with elements in `begin:end`: (part, its elements, their place after
+    `begin`)."""
+    for i in range(
+        bisect.bisect_right(ends, begin),
+        bisect.bisect_left(parts, end, key=lambda part: part.start),
+    ):
         first, last = max(parts[i].start, begin), min(ends[i], end)
-        yield parts[i], slice(first - parts[i].start, last - parts[i].start), slice(first - begin, last - begin)
+        yield (
+            parts[i],
+            slice(first - parts[i].start, last - parts[i].start),
+            slice(first - begin, last - begin),
+        )
 
 
-def _gather(parts: Sequence[Part], ends: list[int], begin: int, end: int, out: torch.Tensor) -> None:
+def _gather(
+    parts: Sequence[Part], ends: list[int], begin: int, end: int, out: torch.Tensor
+) -> None:
     """Write the elements `begin:end` into `out`, with zeros between parts."""
     filled = 0
     for part, elements, place in _overlaps(parts, ends, begin, end):
@@ -165,8 +200,11 @@ def _gather(parts: Sequence[Part], ends: list[int], begin: int, end: int, out: t
     out[filled:].zero_()
 
 
-def _encode(values: torch.Tensor, message: torch.Tensor, columns: int, first: int, spare: torch.Tensor) -> None:
-    """Write FP32 values from column `first` on into a message of `columns` values. Overwrites the values."""
+def _encode(
+    values: torch.Tensor, message: torch.Tensor, columns: int, first: int, spare: torch.Tensor
+) -> None:
+    """Write FP32 values from column `first` on into a message of `columns` values. Overwrites the
+    values."""
     numel, blocks = len(values), -(-len(values) // BLOCK)
     if numel % BLOCK:  # the last of a row
         values = torch.nn.functional.pad(values, (0, -numel % BLOCK))
@@ -182,13 +220,24 @@ def _encode(values: torch.Tensor, message: torch.Tensor, columns: int, first: in
 def _decode(messages: torch.Tensor, columns: int, first: int, out: torch.Tensor) -> None:
     """Write values from column `first` on into `out`, FP32 [messages, elements]."""
     place, blocks = columns + first // BLOCK, -(-out.shape[1] // BLOCK)
-    _dequantize(messages[:, first : first + out.shape[1]], scales_of(messages[:, place : place + blocks]), out)
+    _dequantize(
+        messages[:, first : first + out.shape[1]],
+        scales_of(messages[:, place : place + blocks]),
+        out,
+    )
 
 
 def _dequantize(codes: torch.Tensor, scale_inv: torch.Tensor, out: torch.Tensor) -> None:
-    """Write values of E4M3 codes or their bits, [n, elements], with scale_inv [n, blocks], into FP32 `out`."""
+    """Write values of E4M3 codes or their bits, [n, elements], with scale_inv [n, blocks], into
+    FP32 `out`."""
     # shifted up by seven, a code is an FP16 number but for the exponent's bias
-    half = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16)
+    half = (
+        codes.view(torch.int8)
+        .to(torch.int16)
+        .bitwise_left_shift_(7)
+        .bitwise_and_(-0x4001)
+        .view(torch.float16)
+    )
     out.copy_(half).mul_(2.0 ** (FP16.bias - E4M3.bias))
     whole = out.shape[1] // BLOCK * BLOCK
     out[:, :whole].unflatten(1, (-1, BLOCK)).mul_(scale_inv[:, : whole // BLOCK].unsqueeze(-1))
@@ -196,11 +245,16 @@ def _dequantize(codes: torch.Tensor, scale_inv: torch.Tensor, out: torch.Tensor)
         out[:, whole:].mul_(scale_inv[:, -1:])
 
 
-def _sums(received: torch.Tensor, own: torch.Tensor, rank: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield (first column, FP32 sum of the contributions, spare memory of the same size) of each chunk."""
+def _sums(
+    received: torch.Tensor, own: torch.Tensor, rank: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield (first column, FP32 sum of the contributions, spare memory of the same size) of each
+    chunk."""
     size, columns, numel = received.shape[0], columns_of(received), own.shape[0]
     length = min(max(CHUNK // size // BLOCK, 8), -(-numel // BLOCK)) * BLOCK
-    contributions, room = torch.empty(size + 2, length, dtype=torch.float32, device=received.device).split([size, 2])
+    contributions, room = torch.empty(
+        size + 2, length, dtype=torch.float32, device=received.device
+    ).split([size, 2])
     for _, first, last in _chunks(contributions, 1, numel, length):
         part = contributions[:, : last - first]
         for others in (slice(0, rank), slice(rank + 1, size)):

@@ -1,8 +1,9 @@
-"""Quantize a matrix for the products that read it. PyTorch operations, CPU parts and Triton kernels give the same bits.
+"""Quantize a matrix for the products that read it. PyTorch operations, CPU parts and Triton kernels
+give the same bits.
 
-A matrix takes part in two products, one contracting its columns, the other its rows, and Hopper's FP8 units contract
-only along contiguous memory. Triton kernels write both layouts in one pass. On a CPU, and under `torch.compile`, codes
-are computed once and products read views.
+A matrix takes part in two products, one contracting its columns, the other its rows, and Hopper's
+FP8 units contract only along contiguous memory. Triton kernels write both layouts in one pass. On a
+CPU, and under `torch.compile`, codes are computed once and products read views.
 """
 
 import torch
@@ -47,9 +48,10 @@ def quantize(
         rows, columns: requested layouts: `codes`, `transposed`.
         rule: only DYNAMIC leaves NaN out of the amax.
         window_state: int32 [2 + WINDOW], the tensor's row of a window state; for WINDOW. Read only.
-        stored_scale_inv: FP32, 0-dim, a power of two: scale and amax refer to `x * stored_scale_inv`, without a copy.
-        record: int32, 0-dim, bits of an FP32 amax, raised to this amax in place (`scaling.record_amax`,
-            `record_window_amax`). Ignores a NaN left out of the amax.
+        stored_scale_inv: FP32, 0-dim, a power of two: scale and amax refer to `x *
+            stored_scale_inv`, without a copy.
+        record: int32, 0-dim, bits of an FP32 amax, raised to this amax in place
+            (`scaling.record_amax`, `record_window_amax`). Ignores a NaN left out of the amax.
         amax: FP32, 0-dim: max |x| if known, to save a pass over x.
     """
     if usable(x):
@@ -77,7 +79,9 @@ def quantize(
     elif scale is None:
         scale = window_scale(window_state.unsqueeze(0), 0, amax, fmt)
     # exact, since the stored scale is a power of two
-    return Layouts(cast(x, times(scale, stored_scale_inv), fmt), scale_inv_of(scale, amax), None, None, amax)
+    return Layouts(
+        cast(x, times(scale, stored_scale_inv), fmt), scale_inv_of(scale, amax), None, None, amax
+    )
 
 
 def quantize_blocks(
@@ -89,7 +93,8 @@ def quantize_blocks(
     *,
     stored_scale_inv: torch.Tensor | None = None,
 ) -> Layouts:
-    """Quantize a matrix and its transpose with a scale for each block, without an amax. Results may be views on a CPU.
+    """Quantize a matrix and its transpose with a scale for each block, without an amax. Results may
+    be views on a CPU.
 
     Args:
         blocks: `scaling.ROWS`, `VECTORS`, `SQUARES` or `MX`.
@@ -98,7 +103,9 @@ def quantize_blocks(
     if usable(x):
         from . import triton_blocks as kernels  # as above
 
-        return kernels.quantize_blocks(x, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv)
+        return kernels.quantize_blocks(
+            x, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv
+        )
     along_columns = _in_blocks(x, blocks, fmt, False, stored_scale_inv) if rows else (None, None)
     along_rows = _in_blocks(x, blocks, fmt, True, stored_scale_inv) if columns else (None, None)
     return Layouts(*along_columns, *along_rows)
@@ -120,33 +127,46 @@ def dequantize_blocks(q: Quantized, blocks: Blocks, dtype: torch.dtype) -> torch
     return blocks.dequantize(q, dtype)
 
 
-def amax_of(x: torch.Tensor, keep_nan: bool = False, is_only_recorded: bool = False) -> torch.Tensor:
-    """Return max |x| in FP32, 0-dim, ignoring NaN unless `keep_nan`. is_only_recorded: no cast waits for the amax."""
+def amax_of(
+    x: torch.Tensor, keep_nan: bool = False, is_only_recorded: bool = False
+) -> torch.Tensor:
+    """Return max |x| in FP32, 0-dim, ignoring NaN unless `keep_nan`. is_only_recorded: no cast
+    waits for the amax."""
     if usable(x):
         from . import triton_matrix  # as above
 
         return triton_matrix.amax(x, keep_nan)
     if cpu_casts.serves(x) and not keep_nan:
         amax = tensor_amax(x)
-        return amax if amax == amax else tensor_amax(without_nan(x))  # copies x only if it has a NaN
+        # copies x only if it has a NaN
+        return amax if amax == amax else tensor_amax(without_nan(x))
     x = x if keep_nan else without_nan(x)
     if not torch.compiler.is_compiling():
         return tensor_amax(x)
     # Inductor makes two reductions of `aminmax` and materializes their common input
     magnitudes = x.abs()
     if is_only_recorded:
-        # maxima of rows share a kernel with the cast, with tiled stores; a whole amax stores single bytes there
+        # maxima of rows share a kernel with the cast, with tiled stores; a whole amax stores single
+        # bytes there
         magnitudes = magnitudes.amax(-1)
     return magnitudes.amax().float()
 
 
 def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Cast x [rows, columns] times a factor, saturating, to nearest: FP8, row-major."""
-    return cpu_casts.cast(x, factor, fmt) if cpu_casts.serves(x) else saturating_cast(x.float() * factor, fmt)
+    return (
+        cpu_casts.cast(x, factor, fmt)
+        if cpu_casts.serves(x)
+        else saturating_cast(x.float() * factor, fmt)
+    )
 
 
 def _in_blocks(
-    x: torch.Tensor, blocks: Blocks, fmt: Format, transposed: bool, stored_scale_inv: torch.Tensor | None
+    x: torch.Tensor,
+    blocks: Blocks,
+    fmt: Format,
+    transposed: bool,
+    stored_scale_inv: torch.Tensor | None,
 ) -> Quantized:
     if cpu_casts.serves(x):
         quantized = cpu_casts.quantize_blocks(x, blocks, fmt, transposed, stored_scale_inv)

@@ -1,16 +1,17 @@
 """Round FP32 values to a format on their bits, with hashed random bits for stochastic rounding.
 
-Integer operations are vectorized on every CPU and available on GPUs without FP8 casts. `adam.cpp` and `triton_tiles.py`
-do the same, to the bit.
+Integer operations are vectorized on every CPU and available on GPUs without FP8 casts. `adam.cpp`
+and `triton_tiles.py` do the same, to the bit.
 """
 
 import torch
 
 from ..formats.formats import E4M11, ROOT8, Format
 
-# Fields of an element's 32 random bits, (lowest bit, bits). Formats drop 12 (E4M11), 13 (FP16), 16 (BF16) or 20 (E4M3)
-# bits. The fields overlap: the last bits of one rounding are the first of another, but the first 12 bits of a weight in
-# FP16 or E4M11, 4 of exp_avg and all of exp_avg_sq are exclusive.
+# Fields of an element's 32 random bits, (lowest bit, bits). Formats drop 12 (E4M11), 13 (FP16), 16
+# (BF16) or 20 (E4M3) bits. The fields overlap: the last bits of one rounding are the first of
+# another, but the first 12 bits of a weight in FP16 or E4M11, 4 of exp_avg and all of exp_avg_sq
+# are exclusive.
 WEIGHT_BITS, EXP_AVG_BITS, EXP_AVG_SQ_BITS = (16, 16), (4, 20), (3, 13)
 
 SEED_FACTOR = 0x9E3779B1
@@ -24,20 +25,26 @@ def codes_of(
     field: tuple[int, int] = (0, 0),
     above_zero: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Round scaled FP32 values, saturating. Returns data of the format's dtype (uint8 for eight bits) and None, or for
-    E4M11 the nearest E4M3 codes, uint8 (of two equally near ones the larger), and residuals, int8.
+    """Round scaled FP32 values, saturating. Returns data of the format's dtype (uint8 for eight
+    bits) and None, or for E4M11 the nearest E4M3 codes, uint8 (of two equally near ones the
+    larger), and residuals, int8.
 
     Args:
-        random: int32, an element's random bits; rounding uses those of `field`. None: to nearest, ties to even.
+        random: int32, an element's random bits; rounding uses those of `field`. None: to nearest,
+            ties to even.
         above_zero: values are not negative, and positive ones do not round to 0.
     """
-    bits, shift = _nearest(values, fmt) if random is None else _stochastic(values, fmt, random, *field)
+    bits, shift = (
+        _nearest(values, fmt) if random is None else _stochastic(values, fmt, random, *field)
+    )
     if fmt.dtype.itemsize > 1:
         magnitude = bits.view(torch.float32) - shift
         if above_zero:
             least = torch.where(values > 0, fmt.smallest, torch.zeros_like(values))
             return torch.maximum(magnitude, least).to(fmt.dtype), None
-        return (_bits(magnitude) | (_bits(values) & -(2**31))).view(torch.float32).to(fmt.dtype), None
+        return (_bits(magnitude) | (_bits(values) & -(2**31))).view(torch.float32).to(
+            fmt.dtype
+        ), None
     code = (bits - _zero_exponent(fmt) - ((shift > 0).to(torch.int32) << 23)) >> fmt.dropped_bits
     sign = (_bits(values) >> 24) & 0x80
     if fmt is E4M11:
@@ -49,7 +56,8 @@ def codes_of(
 
 
 def decoded(data: torch.Tensor, fmt: Format, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """Return FP32 values of stored data. A NaN of an eight-bit format becomes a number: its scale is NaN.
+    """Return FP32 values of stored data. A NaN of an eight-bit format becomes a number: its scale
+    is NaN.
 
     Args:
         data: of the format's dtype; uint8 for eight-bit formats and for the E4M3 codes of E4M11.
@@ -71,13 +79,16 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _magnitude(values: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return min(|x|, max) and a shift: the format's smallest normal number for values below it, else 0.
+    """Return min(|x|, max) and a shift: the format's smallest normal number for values below it,
+    else 0.
 
     In their sum, exactly the format's mantissa bits precede the dropped ones.
     """
     # clamped as integers, in one instruction
     magnitude = (_bits(values) & 0x7FFFFFFF).clamp(max=fmt.max_bits).view(torch.float32)
-    return magnitude, torch.where(magnitude < fmt.smallest_normal, fmt.smallest_normal, torch.zeros_like(magnitude))
+    return magnitude, torch.where(
+        magnitude < fmt.smallest_normal, fmt.smallest_normal, torch.zeros_like(magnitude)
+    )
 
 
 def _stochastic(values: torch.Tensor, fmt: Format, random: torch.Tensor, low: int, bits: int):
@@ -100,7 +111,8 @@ def _nearest(values: torch.Tensor, fmt: Format):
     magnitude, shift = _magnitude(values, fmt)
     bits = _bits(magnitude)
     normal = bits + ((bits >> dropped) & 1) + (2 ** (dropped - 1) - 1)
-    step = fmt.smallest * 2.0**23  # at this size an FP32 addition rounds to the smallest number of the format
+    # at this size an FP32 addition rounds to the smallest number of the format
+    step = fmt.smallest * 2.0**23
     subnormal = _bits(((magnitude + step) - step) + shift)
     return torch.where(shift > 0, subnormal, normal) & -(2**dropped), shift
 
@@ -116,7 +128,8 @@ def random_key(seed: int, step: torch.Tensor) -> torch.Tensor:
 
 
 def random_bits(key: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """Hash the indices `first`, `first + 1`, … to 32 bits each, int32 [count], equal on every device."""
+    """Hash the indices `first`, `first + 1`, … to 32 bits each, int32 [count], equal on every
+    device."""
     return mixed((torch.arange(count, dtype=torch.int32, device=key.device) + _int32(first)) ^ key)
 
 

@@ -1,8 +1,10 @@
-"""Run the Adam step on an NVIDIA GPU: two launches over all parameters of a kind, of any number and sizes.
+"""Run the Adam step on an NVIDIA GPU: two launches over all parameters of a kind, of any number and
+sizes.
 
-`bounds_kernel` bounds each parameter's amaxes, for its scales. A program of `write_kernel` finds one chunk of one
-parameter in the table (`adam_table.py`), computes, rounds and stores its new values (`triton_tiles.py`), and casts the
-copy of an O3 master. Programs run in any order, so the first kernel saves the scales replaced by the second.
+`bounds_kernel` bounds each parameter's amaxes, for its scales. A program of `write_kernel` finds
+one chunk of one parameter in the table (`adam_table.py`), computes, rounds and stores its new
+values (`triton_tiles.py`), and casts the copy of an O3 master. Programs run in any order, so the
+first kernel saves the scales replaced by the second.
 """
 
 from __future__ import annotations
@@ -47,13 +49,19 @@ _CHUNK = 8192
 """Elements of a program; no block has more than half."""
 
 _LANES, LIMITS = 4, {"num_warps": 8}
-"""A thread's consecutive elements: with four, nothing spills and enough programs hide each other's waits."""
+"""A thread's consecutive elements: with four, nothing spills and enough programs hide each other's
+waits."""
 
 _RATIO_BITS, _LIMIT = tl.constexpr(RATIO_BITS), tl.constexpr(GRADIENT_LIMIT)
-_SLACK, _UPDATE_SLACK, _LEAST_ROOT = tl.constexpr(SLACK), tl.constexpr(UPDATE_SLACK), tl.constexpr(LEAST_ROOT)
+_SLACK, _UPDATE_SLACK, _LEAST_ROOT = (
+    tl.constexpr(SLACK),
+    tl.constexpr(UPDATE_SLACK),
+    tl.constexpr(LEAST_ROOT),
+)
 
 
-# Grid of the kernels: one program for each chunk of each parameter; `parameters` has the index of a chunk's parameter.
+# Grid of the kernels: one program for each chunk of each parameter; `parameters` has the index of a
+# chunk's parameter.
 
 
 @triton.jit
@@ -93,7 +101,8 @@ def _grad_amax(row, measured, KIND: tl.constexpr):
 
 @triton.jit
 def _new_bounds(record, grad_amax, hyper, v_inverse, KIND: tl.constexpr):
-    """Compute `adam_table.new_bounds`. record: int32. v_inverse: scale_inv of exp_avg_sq, 1 for roots."""
+    """Compute `adam_table.new_bounds`. record: int32. v_inverse: scale_inv of exp_avg_sq, 1 for
+    roots."""
     w, m, v = from_bits(record[0]), from_bits(record[1]), from_bits(record[2])
     ratio = from_bits(record[3] + _RATIO_BITS)
     step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, _ = hyper
@@ -121,7 +130,8 @@ def _new_bounds(record, grad_amax, hyper, v_inverse, KIND: tl.constexpr):
 
 @triton.jit
 def bounds_kernel(table, bounds_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr):
-    """Find bounds, clear the record and save the old scales. Grid: one program for each parameter."""
+    """Find bounds, clear the record and save the old scales. Grid: one program for each
+    parameter."""
     index = tl.program_id(0).to(tl.int64)
     row, bounds, old = table + index * COLUMNS, bounds_ptr + index * 3, old_ptr + index * 3
     hyper, v_inv = hyper_of(row), inverse_of(row, KIND, 3)
@@ -129,7 +139,9 @@ def bounds_kernel(table, bounds_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr)
     known = (tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3))
     for place in tl.static_range(4):
         tl.store(record + place, 0)
-    w, m, v = _new_bounds(known, _grad_amax(row, tl.load(grad_amax_ptr + index), KIND), hyper, v_inv, KIND)
+    w, m, v = _new_bounds(
+        known, _grad_amax(row, tl.load(grad_amax_ptr + index), KIND), hyper, v_inv, KIND
+    )
     tl.store(bounds, w)
     tl.store(bounds + 1, m)
     tl.store(bounds + 2, v)
@@ -149,28 +161,54 @@ def write_kernel(table, parameters, bounds_ptr, old_ptr, KIND: tl.constexpr, ALI
     else:
         inverses = (1.0, g_inv, 1.0, 1.0)
     w_scale = new_scale(bounds, row, start, KIND, 0)
-    scales = (w_scale, new_scale(bounds, row, start, KIND, 2), new_scale(bounds, row, start, KIND, 3))
+    scales = (
+        w_scale,
+        new_scale(bounds, row, start, KIND, 2),
+        new_scale(bounds, row, start, KIND, 3),
+    )
     copy = (pointers[0], w_scale[0])
     if KIND.copied:
         bound = tl.load(bounds)
-        copy = (pointer_to(tl.load(row + COPY), KIND.formats[4], ALIGNED), scale_of(bound, KIND.formats[4]))
+        copy = (
+            pointer_to(tl.load(row + COPY), KIND.formats[4], ALIGNED),
+            scale_of(bound, KIND.formats[4]),
+        )
         if start == 0:
-            tl.store(tl.load(row + COPY_INVERSE).to(tl.pointer_type(tl.float32)), scale_inv_of(copy[1], bound))
+            tl.store(
+                tl.load(row + COPY_INVERSE).to(tl.pointer_type(tl.float32)),
+                scale_inv_of(copy[1], bound),
+            )
     largest = nothing_stored(KIND)
     for tile in range(KIND.tiles):
         first = start + tile * KIND.rows * KIND.width
         if first + KIND.rows * KIND.width <= numel:
-            largest = write_tile(pointers, row, inverses, hyper, scales, copy, key, numel, first, largest, KIND, True)
+            largest = write_tile(
+                pointers, row, inverses, hyper, scales, copy, key, numel, first, largest, KIND, True
+            )
         elif first < numel:
-            largest = write_tile(pointers, row, inverses, hyper, scales, copy, key, numel, first, largest, KIND, False)
+            largest = write_tile(
+                pointers,
+                row,
+                inverses,
+                hyper,
+                scales,
+                copy,
+                key,
+                numel,
+                first,
+                largest,
+                KIND,
+                False,
+            )
     if KIND.bounded:
         keep_record(row, largest, scales, KIND)
 
 
 @dataclass(frozen=True, repr=False)
 class _Constants:
-    """Constants of a kind's kernels in the form of Triton's function arguments: an object with constants as attributes.
-    Has the fields of `Kind` and more. Its repr is part of the key of Triton's disk cache."""
+    """Constants of a kind's kernels in the form of Triton's function arguments: an object with
+    constants as attributes. Has the fields of `Kind` and more. Its repr is part of the key of
+    Triton's disk cache."""
 
     kind: Kind
     fp8_casts: bool
@@ -179,9 +217,15 @@ class _Constants:
     def _values(self) -> dict[str, object]:
         kind, threads = self.kind, 32 * LIMITS["num_warps"]
         width = kind.block_size or threads * _LANES
-        rows, fields = max(1, threads * _LANES // width), (WEIGHT_BITS, (0, 0), EXP_AVG_BITS, EXP_AVG_SQ_BITS)
+        rows, fields = (
+            max(1, threads * _LANES // width),
+            (WEIGHT_BITS, (0, 0), EXP_AVG_BITS, EXP_AVG_SQ_BITS),
+        )
         return kind._asdict() | {
-            "formats": (*(kind.format(i).name for i in range(4)), FORMATS[kind.copy or torch.float8_e4m3fn].name),
+            "formats": (
+                *(kind.format(i).name for i in range(4)),
+                FORMATS[kind.copy or torch.float8_e4m3fn].name,
+            ),
             "has_roots": kind.format(3) is ROOT8,
             "low_bit": tuple(low for low, _ in fields),
             "bits": tuple(bits for _, bits in fields),
@@ -205,9 +249,14 @@ class _Constants:
 
 
 def kernels(kind: Kind, tensor: torch.Tensor) -> TritonKernels | None:
-    """Return the kernels of a kind for the tensor's device; None for a block size without a tile."""
+    """Return the kernels of a kind for the tensor's device; None for a block size without a
+    tile."""
     size = kind.block_size
-    return _kernels(kind, has_fp8_casts(tensor)) if size & (size - 1) == 0 and size <= _CHUNK // 2 else None
+    return (
+        _kernels(kind, has_fp8_casts(tensor))
+        if size & (size - 1) == 0 and size <= _CHUNK // 2
+        else None
+    )
 
 
 class TritonKernels:
@@ -238,6 +287,7 @@ _kernels = functools.cache(TritonKernels)
 
 @functools.lru_cache(maxsize=32)
 def _parameter_of_each_chunk(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the index of each chunk's parameter, int32 [chunks]. Cached, as parameters keep their sizes."""
+    """Return the index of each chunk's parameter, int32 [chunks]. Cached, as parameters keep their
+    sizes."""
     index = torch.arange(len(counts), dtype=torch.int32, device="cpu")
     return torch.repeat_interleave(index, torch.tensor(counts, device="cpu")).to(device)

@@ -1,10 +1,12 @@
-"""Triton kernels of a backward pass: cross-entropy with its gradient, and accumulation and norm of E4M3 gradients.
+"""Triton kernels of a backward pass: cross-entropy with its gradient, and accumulation and norm of
+E4M3 gradients.
 
-The loss kernel reads a row of logits twice, the second time backwards for cache hits, and writes the gradient over
-them: 6 bytes a bf16 logit, where PyTorch's operations take about 40. Losses and gradients differ from PyTorch's in the
-last bits of FP32: hardware exponentials, another order of summation. A gradient is read once: 7 bytes an element for a
-bf16 sum, equal to PyTorch's to the bit, and 1 for a norm, with its own order of summation, deterministic on one kind of
-GPU. Nothing waits for the device.
+The loss kernel reads a row of logits twice, the second time backwards for cache hits, and writes
+the gradient over them: 6 bytes a bf16 logit, where PyTorch's operations take about 40. Losses and
+gradients differ from PyTorch's in the last bits of FP32: hardware exponentials, another order of
+summation. A gradient is read once: 7 bytes an element for a bf16 sum, equal to PyTorch's to the
+bit, and 1 for a norm, with its own order of summation, deterministic on one kind of GPU. Nothing
+waits for the device.
 """
 
 from __future__ import annotations
@@ -17,31 +19,56 @@ from . import devices
 from .triton_common import OPTIONS, as_fp32, ceil_div, format_max, from_codes
 
 BLOCK, SMOOTH_BLOCK, WARPS = 8192, 4096, 16
-"""Words read at a time, without and with label smoothing (more registers): two programs fit a multiprocessor."""
+"""Words read at a time, without and with label smoothing (more registers): two programs fit a
+multiprocessor."""
 ADDED, SQUARED = 4096, 8192
 """Elements a program processes at a time in the sum and in the norm: 32 for each thread."""
 ADDING_WARPS, SQUARING_WARPS = 4, 8
 NORM_PROGRAMS = 1024
-"""Most programs of the norm. Each stores a partial sum of squares, and one more program adds these up."""
+"""Most programs of the norm. Each stores a partial sum of squares, and one more program adds these
+up."""
 _NORM_PROGRAMS_AT_A_TIME = 4
 
 _PARTIALS = tl.constexpr(NORM_PROGRAMS)
 
 
 def cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, label_smoothing: float, *, block: int | None = None
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    *,
+    block: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `backward.cross_entropy`. A label out of range gives a loss of NaN; PyTorch would end the process."""
+    """Run `backward.cross_entropy`. A label out of range gives a loss of NaN; PyTorch would end the
+    process."""
     rows, words = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if logits.stride(1) != 1 and words > 1:  # this copy becomes the gradient
         logits = logits.contiguous()
-    gradient = logits if logits.is_contiguous() else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    gradient = (
+        logits
+        if logits.is_contiguous()
+        else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    )
     with devices.on_device_of(logits):
-        arguments = logits, gradient, labels.contiguous(), losses, words, logits.stride(0), ignore_index
-        constants = {"IS_SMOOTH": label_smoothing != 0, "BLOCK": block or (SMOOTH_BLOCK if label_smoothing else BLOCK)}
+        arguments = (
+            logits,
+            gradient,
+            labels.contiguous(),
+            losses,
+            words,
+            logits.stride(0),
+            ignore_index,
+        )
+        constants = {
+            "IS_SMOOTH": label_smoothing != 0,
+            "BLOCK": block or (SMOOTH_BLOCK if label_smoothing else BLOCK),
+        }
         smoothing = 1.0 - label_smoothing, label_smoothing / words
-        cross_entropy_kernel[(rows,)](*arguments, *smoothing, **constants, num_warps=WARPS, **OPTIONS)
+        cross_entropy_kernel[(rows,)](
+            *arguments, *smoothing, **constants, num_warps=WARPS, **OPTIONS
+        )
     return losses, gradient
 
 
@@ -130,15 +157,19 @@ def norm(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 def accumulate_kernel(codes_ptr, scale_inv_ptr, addend_ptr, total_ptr, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < numel
-    values = from_codes(tl.load(codes_ptr + at, mask=there, other=0), "e4m3") * tl.load(scale_inv_ptr)
+    values = from_codes(tl.load(codes_ptr + at, mask=there, other=0), "e4m3") * tl.load(
+        scale_inv_ptr
+    )
     addend = tl.load(addend_ptr + at, mask=there, other=0.0)
     tl.store(total_ptr + at, values + as_fp32(addend), mask=there)
 
 
 @triton.jit
-def squares_kernel(codes_ptr, partial_ptr, numel, blocks, HAS_FP8_CASTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up squares of every n-th block of n programs. Bandwidth leaves time for few instructions: a hardware cast and
-    one fused multiply-add."""
+def squares_kernel(
+    codes_ptr, partial_ptr, numel, blocks, HAS_FP8_CASTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add up squares of every n-th block of n programs. Bandwidth leaves time for few instructions:
+    a hardware cast and one fused multiply-add."""
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     block = tl.program_id(0)
     while block < blocks:

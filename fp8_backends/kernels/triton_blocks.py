@@ -1,8 +1,9 @@
 """Triton kernels quantizing a matrix with a scale for each row or block, along either dimension.
 
-A program's tile is whole in blocks along both dimensions and gives codes and scales of x and of x.t(). For scales of
-whole rows, a first pass finds the maxima of rows and columns at once; without x.t(), one program sweeps twice over some
-rows, the second time from cache. Results equal `scaling.Blocks.quantize`, to the bit.
+A program's tile is whole in blocks along both dimensions and gives codes and scales of x and of
+x.t(). For scales of whole rows, a first pass finds the maxima of rows and columns at once; without
+x.t(), one program sweeps twice over some rows, the second time from cache. Results equal
+`scaling.Blocks.quantize`, to the bit.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from .triton_matrix import (
 )
 
 BANDS = {VECTORS: Tile(32, 128, 4, 128), SQUARES: Tile(64, 128, 4), MX: Tile(64, 64, 4, 80)}
-"""A program processes a square of whole blocks, band after band. The registers of a whole square of 128 would leave
-one program on a multiprocessor, without overlap of loads."""
+"""A program processes a square of whole blocks, band after band. The registers of a whole square of
+128 would leave one program on a multiprocessor, without overlap of loads."""
 SWEEP_TILE = Tile(4, 1024, 4)
 """Rows of one program that sweeps twice."""
 LINE_TILE, LINE_STEPS = Tile(4, 512, 2), 8
-"""For maxima of rows and columns: tile, and tiles of one program, one below the other. Maxima of a thread's columns
-stay in registers; maxima of rows go through shared memory, one number a warp."""
+"""For maxima of rows and columns: tile, and tiles of one program, one below the other. Maxima of a
+thread's columns stay in registers; maxima of rows go through shared memory, one number a warp."""
 
 
 def quantize_blocks(
@@ -78,10 +79,14 @@ def quantize_blocks(
 def _empty_scales(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     rows, columns = matrix.shape
     shape = -(-rows // blocks.rows), -(-columns // blocks.columns) if blocks.columns else 1
-    return torch.empty(shape, dtype=torch.uint8 if blocks is MX else torch.float32, device=matrix.device)
+    return torch.empty(
+        shape, dtype=torch.uint8 if blocks is MX else torch.float32, device=matrix.device
+    )
 
 
-def _quantize_squares(matrix, blocks, fmt, codes, scale_inv, transposed, transposed_scale_inv, stored_scale_inv, band):
+def _quantize_squares(
+    matrix, blocks, fmt, codes, scale_inv, transposed, transposed_scale_inv, stored_scale_inv, band
+):
     band = band or BANDS[blocks]
     if matrix.numel() == 0:
         return
@@ -94,20 +99,38 @@ def _quantize_squares(matrix, blocks, fmt, codes, scale_inv, transposed, transpo
     kernel[grid](*pointers, *matrix.shape, matrix.stride(0), **constants)
 
 
-def _quantize_lines(matrix, fmt, codes, scale_inv, transposed, transposed_scale_inv, stored_scale_inv, tile):
+def _quantize_lines(
+    matrix, fmt, codes, scale_inv, transposed, transposed_scale_inv, stored_scale_inv, tile
+):
     rows, columns = matrix.shape
     shape = rows, columns, matrix.stride(0)
     tile = tile or (SWEEP_TILE if transposed is None else CAST_TILE)
     options = casting(matrix, fmt) | tiling(tile)
     if transposed is None:
-        sweep_kernel[(max(-(-rows // tile.rows), 1),)](matrix, codes, scale_inv, stored_scale_inv, *shape, **options)
+        sweep_kernel[(max(-(-rows // tile.rows), 1),)](
+            matrix, codes, scale_inv, stored_scale_inv, *shape, **options
+        )
         return
-    # features first: more often multiples of 16 than tokens, and Triton specializes on the alignment of pointers
-    column_bits, row_bits = torch.zeros(rows + columns, dtype=torch.int32, device=matrix.device).split([columns, rows])
+    # features first: more often multiples of 16 than tokens, and Triton specializes on the
+    # alignment of pointers
+    column_bits, row_bits = torch.zeros(
+        rows + columns, dtype=torch.int32, device=matrix.device
+    ).split([columns, rows])
     row_bits = None if codes is None else row_bits
     strips = max(tiles_of(matrix, LINE_TILE._replace(rows=LINE_TILE.rows * LINE_STEPS)), 1)
-    line_amax_kernel[(strips,)](matrix, row_bits, column_bits, *shape, LINE_STEPS, **tiling(LINE_TILE))
-    pointers = matrix, codes, scale_inv, row_bits, transposed, transposed_scale_inv, column_bits, stored_scale_inv
+    line_amax_kernel[(strips,)](
+        matrix, row_bits, column_bits, *shape, LINE_STEPS, **tiling(LINE_TILE)
+    )
+    pointers = (
+        matrix,
+        codes,
+        scale_inv,
+        row_bits,
+        transposed,
+        transposed_scale_inv,
+        column_bits,
+        stored_scale_inv,
+    )
     line_cast_kernel[(max(tiles_of(matrix, tile), 1),)](*pointers, *shape, **options)
 
 
@@ -170,7 +193,9 @@ def vectors_kernel(
     if codes_ptr is not None:
         j_block = at_column * blocks + tl.arange(0, blocks)
         for band in range(bands):
-            x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE)
+            x, i, j = load_tile(
+                x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE
+            )
             x = tl.reshape(x, (BAND, blocks, LENGTH))
             scale, scale_inv = _block_scale(tl.max(magnitude(x), axis=2) * factor, FORMAT, E8M0)
             codes = to_codes(x * (scale * factor)[:, :, None], FORMAT, HAS_FP8_CASTS)
@@ -179,12 +204,23 @@ def vectors_kernel(
     if transposed_ptr is not None:
         i_block = at_row * blocks + tl.arange(0, blocks)
         for band in range(bands):
-            x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row, at_column * bands + band, SIDE, BAND)
+            x, i, j = load_tile(
+                x_ptr, rows, columns, row_stride, at_row, at_column * bands + band, SIDE, BAND
+            )
             x = tl.reshape(x, (blocks, LENGTH, BAND))
             scale, scale_inv = _block_scale(tl.max(magnitude(x), axis=1) * factor, FORMAT, E8M0)
             codes = to_codes(x * (scale * factor)[:, None, :], FORMAT, HAS_FP8_CASTS)
-            store_tile(transposed_ptr, tl.trans(tl.reshape(codes, (SIDE, BAND))), j, i, columns, rows)
-            store_tile(transposed_scale_inv_ptr, tl.trans(scale_inv), j, i_block, columns, tl.cdiv(rows, LENGTH))
+            store_tile(
+                transposed_ptr, tl.trans(tl.reshape(codes, (SIDE, BAND))), j, i, columns, rows
+            )
+            store_tile(
+                transposed_scale_inv_ptr,
+                tl.trans(scale_inv),
+                j,
+                i_block,
+                columns,
+                tl.cdiv(rows, LENGTH),
+            )
 
 
 @triton.jit(do_not_specialize_on_alignment=["stored_scale_inv_ptr"])
@@ -209,7 +245,9 @@ def squares_kernel(
     at_row, at_column = place_of(tl.program_id(0), columns, SIDE)
     largest = tl.zeros((BAND, SIDE), dtype=tl.float32)
     for band in range(bands):
-        x, _, _ = load_tile(x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE)
+        x, _, _ = load_tile(
+            x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE
+        )
         largest = tl.maximum(largest, magnitude(x))
     scale, scale_inv = _block_scale(tl.max(largest) * factor, FORMAT, False)
     down, across = tl.cdiv(rows, SIDE), tl.cdiv(columns, SIDE)
@@ -218,7 +256,9 @@ def squares_kernel(
     if transposed_ptr is not None:
         tl.store(transposed_scale_inv_ptr + at_column * down + at_row, scale_inv)
     for band in range(bands):
-        x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE)
+        x, i, j = load_tile(
+            x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE
+        )
         codes = to_codes(x * (scale * factor), FORMAT, HAS_FP8_CASTS)
         if codes_ptr is not None:
             store_tile(codes_ptr, codes, i, j, rows, columns)
@@ -243,7 +283,9 @@ def line_amax_kernel(
     largest = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.int32)
     for step in range(STEPS):
         at = at_row * STEPS + step
-        x, i, _ = load_tile(x_ptr, rows, columns, row_stride, at, at_column, TILE_ROWS, TILE_COLUMNS)
+        x, i, _ = load_tile(
+            x_ptr, rows, columns, row_stride, at, at_column, TILE_ROWS, TILE_COLUMNS
+        )
         bits = as_bits(magnitude(x))
         largest = tl.maximum(largest, bits)
         if row_bits_ptr is not None:
@@ -278,17 +320,22 @@ def line_cast_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Cast one tile with a scale for each row, and again, from cache, with a scale for each column."""
+    """Cast one tile with a scale for each row, and again, from cache, with a scale for each
+    column."""
     factor = _stored_scale_inv(stored_scale_inv_ptr)
     at_row, at_column = place_of(tl.program_id(0), columns, TILE_COLUMNS)
     if codes_ptr is not None:
-        x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS)
+        x, i, j = load_tile(
+            x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS
+        )
         scale, scale_inv = _line_scale(row_bits_ptr, i, rows, factor, FORMAT)
         codes = to_codes(x * (scale * factor)[:, None], FORMAT, HAS_FP8_CASTS)
         store_tile(codes_ptr, codes, i, j, rows, columns)
         if at_column == 0:
             tl.store(scale_inv_ptr + i, scale_inv, mask=i < rows)
-    x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS)
+    x, i, j = load_tile(
+        x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS
+    )
     scale, scale_inv = _line_scale(column_bits_ptr, j, columns, factor, FORMAT)
     codes = to_codes(x * (scale * factor)[None, :], FORMAT, HAS_FP8_CASTS)
     store_tile(transposed_ptr, tl.trans(codes), j, i, columns, rows)

@@ -1,9 +1,10 @@
 """Arithmetic shared by the Triton kernels: `scaling` and `formats` on a GPU, to the bit.
 
-Importing this module loads Triton, so check `triton_gate.usable` first. Launch every kernel with `**OPTIONS` inside
-`devices.on_device_of(tensor)`.
+Importing this module loads Triton, so check `triton_gate.usable` first. Launch every kernel with
+`**OPTIONS` inside `devices.on_device_of(tensor)`.
 
-FP8 codes are uint8 in kernels and pointers, as older GPUs and Triton's interpreter use integer operations.
+FP8 codes are uint8 in kernels and pointers, as older GPUs and Triton's interpreter use integer
+operations.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from ..formats.formats import E4M11, FORMATS
 OPTIONS = {"enable_fp_fusion": False}
 """Options of every launch: a fused product and sum would be rounded once, not twice."""
 
-_FORMATS = tl.constexpr({f.name: (f.max, f.mantissa_bits, f.min_exponent) for f in (*FORMATS.values(), E4M11)})
+_FORMATS = tl.constexpr(
+    {f.name: (f.max, f.mantissa_bits, f.min_exponent) for f in (*FORMATS.values(), E4M11)}
+)
 
-# Constants of a kernel. Triton's disk cache key covers only globals that are `tl.constexpr`. Formats are named as in
-# `formats`: "e4m3", "e5m2", "fp16", "bf16", "fp32", "e4m11", "root8"
+# Constants of a kernel. Triton's disk cache key covers only globals that are `tl.constexpr`.
+# Formats are named as in `formats`: "e4m3", "e5m2", "fp16", "bf16", "fp32", "e4m11", "root8"
 
 
 def ceil_div(number: int, size: int) -> int:
@@ -67,7 +70,8 @@ def _power(exponent):
 
 @triton.jit
 def as_fp32(x):
-    """Convert bf16, fp16 or FP32 to FP32. bf16 on its bits: Triton's interpreter misreads subnormal numbers."""
+    """Convert bf16, fp16 or FP32 to FP32. bf16 on its bits: Triton's interpreter misreads subnormal
+    numbers."""
     if x.dtype == tl.bfloat16:
         return from_bits(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     else:
@@ -76,7 +80,8 @@ def as_fp32(x):
 
 @triton.jit
 def to_nearest(x, DTYPE: tl.constexpr):
-    """Round FP32 to another dtype, to nearest even. bf16 on its bits: Triton's interpreter rounds differently."""
+    """Round FP32 to another dtype, to nearest even. bf16 on its bits: Triton's interpreter rounds
+    differently."""
     if DTYPE == tl.bfloat16:
         bits = as_bits(x)
         upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -111,15 +116,16 @@ def is_finite(amax):
 
 @triton.jit
 def scale_from_amax(amax, FORMAT_MAX: tl.constexpr):
-    """Compute `scaling.scale_from_amax`: FORMAT_MAX / amax, at most FP32's maximum; 1 for an amax of 0, inf or NaN."""
+    """Compute `scaling.scale_from_amax`: FORMAT_MAX / amax, at most FP32's maximum; 1 for an amax
+    of 0, inf or NaN."""
     scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + FORMAT_MAX, amax), format_max("fp32"))
     return tl.where((amax > 0) & is_finite(amax), scale, 1.0)
 
 
 @triton.jit
 def power_of_two_scale(amax, FORMAT_MAX: tl.constexpr, LARGEST: tl.constexpr):
-    """Compute `2**floor(log2(FORMAT_MAX / amax))`, at most 2**LARGEST; 1 for an amax of 0, inf or NaN. LARGEST is 126
-    in `scaling.power_of_two_scale`, 127 in `scaling.block_scale`."""
+    """Compute `2**floor(log2(FORMAT_MAX / amax))`, at most 2**LARGEST; 1 for an amax of 0, inf or
+    NaN. LARGEST is 126 in `scaling.power_of_two_scale`, 127 in `scaling.block_scale`."""
     bits = as_bits(amax)
     above = ((bits & 0x7FFFFF) > (bits_of(FORMAT_MAX) & 0x7FFFFF)).to(tl.int32)
     quotient = (bits_of(FORMAT_MAX) >> 23) - (bits >> 23) - above
@@ -135,8 +141,8 @@ def scale_inv_of(scale, amax):
 
 @triton.jit
 def _on_grid(x, FORMAT: tl.constexpr):
-    """Round FP32 to a format's numbers, to nearest even, without saturation. Adds a power of two with the format's unit
-    as its last place, which rounds, and subtracts it, which is exact."""
+    """Round FP32 to a format's numbers, to nearest even, without saturation. Adds a power of two
+    with the format's unit as its last place, which rounds, and subtracts it, which is exact."""
     bits = as_bits(x)
     power = from_bits(bits & 0x7F800000)
     unit = tl.maximum(power, smallest_normal(FORMAT)) * _power(dropped_bits(FORMAT))
@@ -146,10 +152,11 @@ def _on_grid(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def to_codes(x, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
-    """Compute `formats.saturating_cast` of scaled FP32 values: to nearest even, saturating, NaN stays NaN.
+    """Compute `formats.saturating_cast` of scaled FP32 values: to nearest even, saturating, NaN
+    stays NaN.
 
-    FORMAT: "e4m3" or "e5m2" (uint8 codes), or "fp16" (float16). HAS_FP8_CASTS: `devices.has_fp8_casts`, one
-    instruction for two values.
+    FORMAT: "e4m3" or "e5m2" (uint8 codes), or "fp16" (float16). HAS_FP8_CASTS:
+    `devices.has_fp8_casts`, one instruction for two values.
     """
     if FORMAT == "fp16":
         largest: tl.constexpr = format_max(FORMAT)
@@ -173,22 +180,26 @@ def _four_casts(fmt):
 def hardware_codes(x, FORMAT: tl.constexpr):
     """Cast FP32 to uint8 codes of "e4m3" or "e5m2" by the GPU's instruction, four values at a time.
 
-    Assembly, since ptxas of CUDA 12.8 and 12.9 miscompiles `x.to(tl.float8e4nv)`: of codes used both as a word and one
-    by one, it reads some bytes before the cast has written them.
+    Assembly, since ptxas of CUDA 12.8 and 12.9 miscompiles `x.to(tl.float8e4nv)`: of codes used
+    both as a word and one by one, it reads some bytes before the cast has written them.
     """
-    return tl.inline_asm_elementwise(_four_casts(FORMAT), "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    return tl.inline_asm_elementwise(
+        _four_casts(FORMAT), "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4
+    )
 
 
 @triton.jit
 def magnitude_codes(x, FORMAT: tl.constexpr):
-    """Encode magnitudes on the grid of "e4m3", "e5m2", "e4m11" or "root8" as int32 codes. Multiplied by FP32's smallest
-    normal number over the format's, a number has its code in its upper bits, subnormal codes included."""
+    """Encode magnitudes on the grid of "e4m3", "e5m2", "e4m11" or "root8" as int32 codes.
+    Multiplied by FP32's smallest normal number over the format's, a number has its code in its
+    upper bits, subnormal codes included."""
     return as_bits(x * (_power(-126) / smallest_normal(FORMAT))) >> dropped_bits(FORMAT)
 
 
 @triton.jit
 def from_codes(codes, FORMAT: tl.constexpr):
-    """Decode uint8 codes of "e4m3" or "e5m2" to FP32. inf and NaN become numbers: their scale is NaN."""
+    """Decode uint8 codes of "e4m3" or "e5m2" to FP32. inf and NaN become numbers: their scale is
+    NaN."""
     bits = codes.to(tl.int32)
     values = from_magnitude_codes(bits & 0x7F, FORMAT)
     return from_bits(as_bits(values) | ((bits & 0x80) << 24))

@@ -1,7 +1,9 @@
-"""Decide which tensors Triton kernels process. Imports Triton only for a GPU's first tensor: it takes a second.
+"""Decide which tensors Triton kernels process. Imports Triton only for a GPU's first tensor: it
+takes a second.
 
-Environment variable `FP8_BACKENDS_TRITON`: `0`, set before a GPU's first tensor, keeps all work on PyTorch operations;
-`interpret`, with Triton's own `TRITON_INTERPRET=1`, runs the kernels on CPU tensors, slowly, for tests.
+Environment variable `FP8_BACKENDS_TRITON`: `0`, set before a GPU's first tensor, keeps all work on
+PyTorch operations; `interpret`, with Triton's own `TRITON_INTERPRET=1`, runs the kernels on CPU
+tensors, slowly, for tests.
 """
 
 import functools
@@ -26,10 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 def is_eager(tensor: torch.Tensor) -> bool:
-    """Return True if an operation on this tensor runs now, on its own memory: not traced, not fake, no subclass."""
-    if torch.compiler.is_compiling():  # first: Dynamo folds this to a constant and traces nothing below
+    """Return True if an operation on this tensor runs now, on its own memory: not traced, not fake,
+    no subclass."""
+    # first: Dynamo folds this to a constant and traces nothing below
+    if torch.compiler.is_compiling():
         return False
-    return type(tensor) in _KINDS and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    return (
+        type(tensor) in _KINDS
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    )
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -39,7 +46,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def usable(tensor: torch.Tensor) -> bool:
-    """Return True if Triton kernels can process this tensor: eager, on an NVIDIA GPU, with Triton installed.
+    """Return True if Triton kernels can process this tensor: eager, on an NVIDIA GPU, with Triton
+    installed.
 
     False under `torch.compile` (Inductor generates its own kernels), and for fake and meta tensors.
     """
@@ -47,7 +55,11 @@ def usable(tensor: torch.Tensor) -> bool:
         return False
     if tensor.is_cuda:
         return _runs_on(tensor.get_device())
-    return os.environ.get(VARIABLE) == "interpret" and devices.interprets() and tensor.device.type == "cpu"
+    return (
+        os.environ.get(VARIABLE) == "interpret"
+        and devices.interprets()
+        and tensor.device.type == "cpu"
+    )
 
 
 @functools.cache
@@ -55,7 +67,11 @@ def _runs_on(device: int) -> bool:
     """Read the environment once per device, as each launch asks."""
     if os.environ.get(VARIABLE) == "0" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) >= _OLDEST and has_triton() and _passes_trial(device)
+    return (
+        torch.cuda.get_device_capability(device) >= _OLDEST
+        and has_triton()
+        and _passes_trial(device)
+    )
 
 
 @functools.cache
@@ -65,8 +81,8 @@ def has_triton() -> bool:
         import triton  # noqa: F401  (optional)
     except ImportError as error:
         logger.warning(
-            "Triton cannot be imported (%s): FP8 casts, optimizer steps and messages run as plain PyTorch operations, "
-            "several times slower. `pip install triton` helps.",
+            "Triton cannot be imported (%s): FP8 casts, optimizer steps and messages run as plain "
+            "PyTorch operations, several times slower. `pip install triton` helps.",
             error,
         )
         return False
@@ -82,8 +98,9 @@ def _passes_trial(device: int) -> bool:
         obstacle = f"{type(error).__name__}: {error}"
     if obstacle is not None:
         logger.warning(
-            "Triton's kernels are not used on cuda:%d (%s): FP8 casts, optimizer steps and messages run as plain "
-            "PyTorch operations, several times slower. Triton needs a C compiler at run time: gcc, or what CC names.",
+            "Triton's kernels are not used on cuda:%d (%s): FP8 casts, optimizer steps and "
+            "messages run as plain PyTorch operations, several times slower. Triton needs a C "
+            "compiler at run time: gcc, or what CC names.",
             device,
             obstacle,
         )

@@ -1,7 +1,9 @@
-"""Triton kernels quantizing many matrices at once: groups of rows of one matrix, and stacks of matrices.
+"""Triton kernels quantizing many matrices at once: groups of rows of one matrix, and stacks of
+matrices.
 
-One launch finds all amaxes and one casts to both layouts, moving groups of rows to their places, with codes of zero
-between the groups; only the kernels read the groups' bounds. Results equal `scaling` and `formats`, to the bit.
+One launch finds all amaxes and one casts to both layouts, moving groups of rows to their places,
+with codes of zero between the groups; only the kernels read the groups' bounds. Results equal
+`scaling` and `formats`, to the bit.
 """
 
 from __future__ import annotations
@@ -50,18 +52,20 @@ def quantize_groups(
 
     Args:
         x: [rows, columns], bf16, fp16 or FP32.
-        owners: int32 [places], the group of each place. Their number is a multiple of BAND. The places of a group are
-            consecutive and begin at a multiple of BAND.
+        owners: int32 [places], the group of each place. Their number is a multiple of BAND. The
+            places of a group are consecutive and begin at a multiple of BAND.
         sources: int32 [places], the row for each place; -1: none, for codes of zero.
         groups: number of groups.
         scale: FP32 [groups]; None: derived from the amaxes.
         rows, columns: requested layouts: `codes`, `transposed`.
-        lines: a scale for each row, and in `transposed` for each column of a group, instead of one for each group.
+        lines: a scale for each row, and in `transposed` for each column of a group, instead of one
+        for each group.
 
     Returns:
-        codes [places, columns'] and scale_inv [places]; transposed [columns', places] and transposed_scale_inv [groups,
-        columns'], with columns' the next multiple of BAND. Outside the matrix codes are zero and scales 1. amax: FP32
-        [groups], ignoring NaN, 0 for an empty group; None with `lines`.
+        codes [places, columns'] and scale_inv [places]; transposed [columns', places] and
+        transposed_scale_inv [groups, columns'], with columns' the next multiple of BAND. Outside
+        the matrix codes are zero and scales 1. amax: FP32 [groups], ignoring NaN, 0 for an empty
+        group; None with `lines`.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     return _quantize(x.unsqueeze(0), groups, owners, sources, fmt, scale, rows, columns, lines)
@@ -76,9 +80,9 @@ def quantize_matrices(
     *,
     lines: bool = False,
 ) -> Layouts:
-    """Quantize matrices as one group each: weight [matrices, rows, columns]. Returns `quantize_groups` of each matrix:
-    codes [matrices, rows', columns'], scale_inv [matrices, rows']; transposed [matrices, columns', rows'], and its
-    scale_inv [matrices, columns']."""
+    """Quantize matrices as one group each: weight [matrices, rows, columns]. Returns
+    `quantize_groups` of each matrix: codes [matrices, rows', columns'], scale_inv [matrices,
+    rows']; transposed [matrices, columns', rows'], and its scale_inv [matrices, columns']."""
     weight = weight if weight.stride(2) == 1 else weight.contiguous()
     return _quantize(weight, len(weight), None, None, fmt, scale, rows, columns, lines)
 
@@ -87,14 +91,19 @@ def _padded(length: int) -> int:
     return ceil_div(length, BAND) * BAND
 
 
-def _quantize(x, groups: int, owners, sources, fmt: Format, scale, rows: bool, columns: bool, lines: bool) -> Layouts:
-    """Quantize x [matrices, rows, columns], contiguous in the last dimension. No owners: a matrix is a group."""
+def _quantize(
+    x, groups: int, owners, sources, fmt: Format, scale, rows: bool, columns: bool, lines: bool
+) -> Layouts:
+    """Quantize x [matrices, rows, columns], contiguous in the last dimension. No owners: a matrix
+    is a group."""
     places = _padded(x.shape[1]) if owners is None else len(owners)
     matrices, _, width = x.shape
     padded, device = _padded(width), x.device
     each = () if owners is not None else (matrices,)
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32, wanted: bool = True) -> torch.Tensor | None:
+    def empty(
+        *shape: int, dtype: torch.dtype = torch.float32, wanted: bool = True
+    ) -> torch.Tensor | None:
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
 
     codes = empty(*each, places, padded, dtype=fmt.dtype, wanted=rows)
@@ -110,12 +119,29 @@ def _quantize(x, groups: int, owners, sources, fmt: Format, scale, rows: bool, c
     of_columns = ceil_div(groups // matrices * padded, COLUMN_SCALES) if columns else 0
     with devices.on_device_of(x):
         arguments = x, bits, row_scale, scale_inv, owners, sources, *sizes
-        amax_kernel[(places // BAND, matrices)](*arguments, LINES=lines, FORMAT=fmt.name, **tiling(AMAX_ROW_TILE))
+        amax_kernel[(places // BAND, matrices)](
+            *arguments, LINES=lines, FORMAT=fmt.name, **tiling(AMAX_ROW_TILE)
+        )
         rows_out = None if codes is None else codes.view(torch.uint8), scale_inv
-        columns_out = None if transposed is None else transposed.view(torch.uint8), transposed_scale_inv
+        columns_out = (
+            None if transposed is None else transposed.view(torch.uint8),
+            transposed_scale_inv,
+        )
         scales = bits, scale, 0 if scale is None else scale.stride(0), row_scale
-        arguments = x, *rows_out, *columns_out, *scales, owners, sources, *sizes, groups // matrices, tiles
-        cast_kernel[(tiles + of_columns, matrices)](*arguments, LINES=lines, **casting(x, fmt), **tiling(CAST_TILE))
+        arguments = (
+            x,
+            *rows_out,
+            *columns_out,
+            *scales,
+            owners,
+            sources,
+            *sizes,
+            groups // matrices,
+            tiles,
+        )
+        cast_kernel[(tiles + of_columns, matrices)](
+            *arguments, LINES=lines, **casting(x, fmt), **tiling(CAST_TILE)
+        )
     amax = None if lines else bits.view(torch.float32)
     return Layouts(codes, scale_inv, transposed, transposed_scale_inv, amax)
 
@@ -174,11 +200,15 @@ def amax_kernel(
     at = tl.program_id(0) * 0
     while at < columns:
         j = at.to(tl.int64) + tl.arange(0, TILE_COLUMNS)
-        sizes = magnitude(_load(x_ptr + matrix * matrix_stride, source, j, inside, columns, row_stride))
+        sizes = magnitude(
+            _load(x_ptr + matrix * matrix_stride, source, j, inside, columns, row_stride)
+        )
         largest = tl.maximum(largest, sizes)
         if LINES and bits_ptr is not None:
             amax_bits = tl.max(as_bits(sizes), axis=0)
-            tl.atomic_max(bits_ptr + owner * padded_columns + j, amax_bits, mask=j < columns, sem="relaxed")
+            tl.atomic_max(
+                bits_ptr + owner * padded_columns + j, amax_bits, mask=j < columns, sem="relaxed"
+            )
         at += TILE_COLUMNS
     if not LINES:
         tl.atomic_max(bits_ptr + owner, tl.max(as_bits(largest)), sem="relaxed")
@@ -227,7 +257,8 @@ def cast_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Read, scale and cast one tile, and store it in both layouts. Further programs store scales of columns."""
+    """Read, scale and cast one tile, and store it in both layouts. Further programs store scales of
+    columns."""
     matrix, program = tl.program_id(1).to(tl.int64), tl.program_id(0)
     if transposed_ptr is not None:
         if program >= tiles:
@@ -248,7 +279,12 @@ def cast_kernel(
     first = matrix * places * padded_columns
     if not LINES:
         scale, amax = _scale_of(
-            bits_ptr, given_ptr, given_stride, _owners_of(owners_ptr, i, places, matrix), exists, FORMAT
+            bits_ptr,
+            given_ptr,
+            given_stride,
+            _owners_of(owners_ptr, i, places, matrix),
+            exists,
+            FORMAT,
         )
         codes = to_codes(x * scale[:, None], FORMAT, HAS_FP8_CASTS)
         if codes_ptr is not None:

@@ -1,7 +1,8 @@
 """Triton kernels quantizing a matrix with one scale, in both layouts of FP8 products, in one pass.
 
-Hopper's FP8 units contract along rows only, so products need codes and transposed codes. The matrix is read once, twice
-for a scale from its own amax. Results equal `scaling` and `formats`, to the bit. Nothing waits for the device.
+Hopper's FP8 units contract along rows only, so products need codes and transposed codes. The matrix
+is read once, twice for a scale from its own amax. Results equal `scaling` and `formats`, to the
+bit. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ class Tile(NamedTuple):
 AMAX_TILE, AMAX_ROW_TILE = Tile(1, 8192, 8), Tile(16, 512, 8)
 """For the amax pass over contiguous memory, as one row, and over rows with gaps."""
 CAST_TILE = Tile(64, 128, 4)
-"""128 bytes of codes in a row and 64 in a transposed one, whole memory sectors; four programs fit a multiprocessor."""
+"""128 bytes of codes in a row and 64 in a transposed one, whole memory sectors; four programs fit a
+multiprocessor."""
 AMAX_PROGRAMS = 1024
-"""Most programs of the amax pass. The cast reads every stored maximum: without atomics, nothing needs zeroing."""
+"""Most programs of the amax pass. The cast reads every stored maximum: without atomics, nothing
+needs zeroing."""
 _AMAX_PROGRAMS_AT_A_TIME = 4
 """Programs that fit the registers of a multiprocessor."""
 
@@ -61,7 +64,8 @@ _PARTIALS, _ROLLS, _SCALE, _WINDOW = map(tl.constexpr, (AMAX_PROGRAMS, ROLLS, SC
 
 
 def amax(x: torch.Tensor, keep_nan: bool = False, *, tile: Tile | None = None) -> torch.Tensor:
-    """Run `scaling.tensor_amax` on a matrix of any strides: FP32, 0-dim. Ignores NaN unless `keep_nan`."""
+    """Run `scaling.tensor_amax` on a matrix of any strides: FP32, 0-dim. Ignores NaN unless
+    `keep_nan`."""
     with devices.on_device_of(x):
         partials = _partial_amaxes(row_major(x)[0], keep_nan, tile)
     return partials.amax().view(torch.float32)
@@ -81,14 +85,19 @@ def quantize(
     amax: torch.Tensor | None = None,
     tile: Tile = CAST_TILE,
 ) -> Layouts:
-    """Run `quantize.quantize`, in one pass for a given scale, else in two. Copies a matrix without a stride of 1."""
+    """Run `quantize.quantize`, in one pass for a given scale, else in two. Copies a matrix without
+    a stride of 1."""
     matrix, turned = row_major(x)
     rows, columns = (columns, rows) if turned else (rows, columns)
     keep_nan, partials, programs = rule != DYNAMIC, None, 0
     codes, transposed = empty_codes(matrix, rows, columns)
     with devices.on_device_of(matrix):
         if scale is None:
-            partials = _partial_amaxes(matrix, keep_nan) if amax is None else amax.view(torch.int32).view(1)
+            partials = (
+                _partial_amaxes(matrix, keep_nan)
+                if amax is None
+                else amax.view(torch.int32).view(1)
+            )
             programs = partials.numel()
         scale_inv, own_amax = _zeroed_result(matrix)
         given, rule = (window_state, rule) if scale is None else (scale, "given")
@@ -101,41 +110,59 @@ def quantize(
 
 @torch.no_grad()
 def obstacle(device: torch.device) -> str | None:
-    """Try the kernels on a device: return the reason against them, or None. Waits for the device. Triton's errors pass.
+    """Try the kernels on a device: return the reason against them, or None. Waits for the device.
+    Triton's errors pass.
 
-    The launcher needs a C compiler, the code generator may not support a new GPU, and compilers have bugs: codes of all
-    bf16 numbers must equal PyTorch's, in both layouts.
+    The launcher needs a C compiler, the code generator may not support a new GPU, and compilers
+    have bugs: codes of all bf16 numbers must equal PyTorch's, in both layouts.
     """
-    numbers = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.uint16).view(torch.bfloat16).view(256, 256)
+    numbers = (
+        torch.arange(2**16, dtype=torch.int32, device="cpu")
+        .to(torch.uint16)
+        .view(torch.bfloat16)
+        .view(256, 256)
+    )
     for dtype, fmt in itertools.product((torch.float32, torch.bfloat16), (E4M3, E5M2)):
         x = numbers.to(device, dtype)
-        expected, made = saturating_cast(x.float(), fmt), quantize(x, fmt, torch.ones((), device=device))
+        expected, made = (
+            saturating_cast(x.float(), fmt),
+            quantize(x, fmt, torch.ones((), device=device)),
+        )
         for codes in (made.codes, made.transposed.t()):
             right = codes.view(torch.uint8) == expected.view(torch.uint8)
             right |= x.isnan() & codes.float().isnan()  # the sign of a NaN is free
             if wrong := int((~right).sum()):
-                return f"{wrong} of {x.numel()} casts of {dtype} to {fmt.name} differ from PyTorch's"
+                return (
+                    f"{wrong} of {x.numel()} casts of {dtype} to {fmt.name} differ from PyTorch's"
+                )
     return None
 
 
 def row_major(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Return a matrix of contiguous rows, perhaps with gaps between them: x, x.t() (and True), or a copy."""
+    """Return a matrix of contiguous rows, perhaps with gaps between them: x, x.t() (and True), or a
+    copy."""
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x, False
     return (x.t(), True) if x.stride(0) == 1 or x.shape[0] == 1 else (x.contiguous(), False)
 
 
-def empty_codes(matrix: torch.Tensor, rows: bool, columns: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def empty_codes(
+    matrix: torch.Tensor, rows: bool, columns: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Allocate codes in both layouts, uint8."""
     (m, n), device = matrix.shape, matrix.device
     codes = torch.empty(m, n, dtype=torch.uint8, device=device) if rows else None
     return codes, torch.empty(n, m, dtype=torch.uint8, device=device) if columns else None
 
 
-def layouts(codes, scale_inv, transposed, transposed_scale_inv, fmt: Format, turned: bool, amax=None) -> Layouts:
+def layouts(
+    codes, scale_inv, transposed, transposed_scale_inv, fmt: Format, turned: bool, amax=None
+) -> Layouts:
     """Assemble the layouts of x from codes of `row_major(x)`."""
     plain = (None, None) if codes is None else (codes.view(fmt.dtype), scale_inv)
-    other = (None, None) if transposed is None else (transposed.view(fmt.dtype), transposed_scale_inv)
+    other = (
+        (None, None) if transposed is None else (transposed.view(fmt.dtype), transposed_scale_inv)
+    )
     return Layouts(*other, *plain, amax) if turned else Layouts(*plain, *other, amax)
 
 
@@ -169,7 +196,9 @@ def _partial_amaxes(matrix: torch.Tensor, keep_nan: bool, tile: Tile | None = No
     at_a_time = _AMAX_PROGRAMS_AT_A_TIME * devices.multiprocessors(matrix)
     programs = max(min(tiles, at_a_time, AMAX_PROGRAMS), 1)
     partials = torch.empty(programs, dtype=torch.int32, device=matrix.device)
-    amax_kernel[(programs,)](matrix, partials, *matrix.shape, matrix.stride(0), tiles, keep_nan, **tiling(tile))
+    amax_kernel[(programs,)](
+        matrix, partials, *matrix.shape, matrix.stride(0), tiles, keep_nan, **tiling(tile)
+    )
     return partials
 
 
@@ -191,9 +220,12 @@ def _zeroed_result(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.inference_mode(False)  # a training forward may get the others
 def _zeroed_results(device: torch.device, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     scales_inv, amaxes, *_ = torch.zeros(count, 4, dtype=torch.float32, device=device).unbind(1)
-    # `data` has its own version counter. Views share one, and multiplying one scale in place, such as a gradient's,
-    # would invalidate others saved for backward
-    return [(scale_inv.data, amax.data) for scale_inv, amax in zip(scales_inv.unbind(), amaxes.unbind(), strict=True)]
+    # `data` has its own version counter. Views share one, and multiplying one scale in place, such
+    # as a gradient's, would invalidate others saved for backward
+    return [
+        (scale_inv.data, amax.data)
+        for scale_inv, amax in zip(scales_inv.unbind(), amaxes.unbind(), strict=True)
+    ]
 
 
 @triton.jit
@@ -204,8 +236,18 @@ def place_of(tile, columns, TILE_COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
-    """Load a tile in FP32, zero outside of the matrix. Returns it with its row and column numbers."""
+def load_tile(
+    x_ptr,
+    rows,
+    columns,
+    row_stride,
+    at_row,
+    at_column,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Load a tile in FP32, zero outside of the matrix. Returns it with its row and column
+    numbers."""
     i = at_row.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     j = at_column.to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inside = (i < rows)[:, None] & (j < columns)[None, :]
@@ -246,7 +288,9 @@ def amax_kernel(
     tile = tl.program_id(0)
     while tile < tiles:
         at_row, at_column = place_of(tile, columns, TILE_COLUMNS)
-        x, _, _ = load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS)
+        x, _, _ = load_tile(
+            x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS
+        )
         largest = tl.maximum(largest, _magnitude_bits(x, KEEP_NAN))
         tile += tl.num_programs(0)
     tl.store(partial_ptr + tl.program_id(0), tl.max(largest))
@@ -274,7 +318,8 @@ def record_amax(record_ptr, amax, KEEP_NAN: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["partials"], do_not_specialize_on_alignment=["given_ptr", "record_ptr", "stored_scale_inv_ptr"]
+    do_not_specialize=["partials"],
+    do_not_specialize_on_alignment=["given_ptr", "record_ptr", "stored_scale_inv_ptr"],
 )
 def cast_kernel(
     x_ptr,
@@ -301,7 +346,9 @@ def cast_kernel(
     if RULE != "given":  # backwards: the end is still in cache
         tile = tl.num_programs(0) - 1 - tile
     at_row, at_column = place_of(tile, columns, TILE_COLUMNS)
-    x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS)
+    x, i, j = load_tile(
+        x_ptr, rows, columns, row_stride, at_row, at_column, TILE_ROWS, TILE_COLUMNS
+    )
     stored_scale_inv = 1.0
     if stored_scale_inv_ptr is not None:
         stored_scale_inv = tl.load(stored_scale_inv_ptr)

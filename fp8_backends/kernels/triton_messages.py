@@ -1,9 +1,11 @@
-"""Process messages on a GPU: one Triton kernel for each pass of `messages.py`, reading and writing every byte once.
+"""Process messages on a GPU: one Triton kernel for each pass of `messages.py`, reading and writing
+every byte once.
 
-A program processes a tile of whole blocks, [TILE, BLOCK], of one part, located by a table (`tables`). Results equal
-`messages.py` on a CPU to the bit: true division, and ranks added in PyTorch's vector order, by sixteens, for up to 255
-ranks. After the last whole vector of a row PyTorch adds more than three ranks in another order, so the FP32 sum may
-differ there in its last place.
+A program processes a tile of whole blocks, [TILE, BLOCK], of one part, located by a table
+(`tables`). Results equal `messages.py` on a CPU to the bit: true division, and ranks added in
+PyTorch's vector order, by sixteens, for up to 255 ranks. After the last whole vector of a row
+PyTorch adds more than three ranks in another order, so the FP32 sum may differ there in its last
+place.
 """
 
 from __future__ import annotations
@@ -57,8 +59,18 @@ def pack(
 def encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
     messages = torch.empty(shape_of(*rows.shape), dtype=torch.uint8, device=rows.device)
     blocks = messages.shape[1] - rows.shape[1]
-    parts = [Part(row, index * blocks * BLOCK) for index, row in enumerate(rows.contiguous().unbind(0))]
-    _pack(parts, messages, messages, rows.shape[1], -1 if own_row is None else own_row, OWN_ROW=False, KEPT=True)
+    parts = [
+        Part(row, index * blocks * BLOCK) for index, row in enumerate(rows.contiguous().unbind(0))
+    ]
+    _pack(
+        parts,
+        messages,
+        messages,
+        rows.shape[1],
+        -1 if own_row is None else own_row,
+        OWN_ROW=False,
+        KEPT=True,
+    )
     return messages
 
 
@@ -69,7 +81,12 @@ def reduce(received: torch.Tensor, own: torch.Tensor, rank: int, divisor: int) -
 
 
 def reduce_values(
-    received: torch.Tensor, own: torch.Tensor, rank: int, out: torch.Tensor, divisor: int = 1, factor: float = 1.0
+    received: torch.Tensor,
+    own: torch.Tensor,
+    rank: int,
+    out: torch.Tensor,
+    divisor: int = 1,
+    factor: float = 1.0,
 ) -> torch.Tensor:
     _sum(received, own, rank, out, divisor, factor, ENCODED=False)
     return out
@@ -77,7 +94,9 @@ def reduce_values(
 
 def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
     for dtype in dict.fromkeys(part.values.dtype for part in parts):
-        _unpack(messages, [part for part in parts if part.values.dtype == dtype], messages, CODES=False)
+        _unpack(
+            messages, [part for part in parts if part.values.dtype == dtype], messages, CODES=False
+        )
 
 
 def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,28 +125,74 @@ def _in_one_dtype(parts: Sequence[Part]) -> list[Part]:
     return [part._replace(values=part.values.float()) for part in parts]
 
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8}
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.uint8: tl.uint8,
+}
 
 
-def _pack(parts: Sequence[Part], messages: torch.Tensor, own: torch.Tensor, columns: int, rank: int, **what) -> None:
+def _pack(
+    parts: Sequence[Part],
+    messages: torch.Tensor,
+    own: torch.Tensor,
+    columns: int,
+    rank: int,
+    **what,
+) -> None:
     parts = _in_one_dtype(parts)
-    what |= {"DTYPE": _TYPES[parts[0].values.dtype], "SCALED": any(part.scale_inv is not None for part in parts)}
+    what |= {
+        "DTYPE": _TYPES[parts[0].values.dtype],
+        "SCALED": any(part.scale_inv is not None for part in parts),
+    }
     for table in tables(parts, TILE, messages.shape[0] * (messages.shape[1] - columns)):
-        arguments = (table.on(messages.device), len(table.rows), messages, own, columns, messages.stride(0), rank)
-        _launch(pack_kernel, table.tiles, *arguments, ALIGNED=table.aligned, STEPS=table.steps, **what)
+        arguments = (
+            table.on(messages.device),
+            len(table.rows),
+            messages,
+            own,
+            columns,
+            messages.stride(0),
+            rank,
+        )
+        _launch(
+            pack_kernel, table.tiles, *arguments, ALIGNED=table.aligned, STEPS=table.steps, **what
+        )
 
 
 def _sum(received, own, rank, out, divisor: int, factor: float, ENCODED: bool) -> None:
     numel, columns = own.shape[0], columns_of(received)
     grid = ceil_div(numel, TILE * BLOCK)
-    arguments = (received, own, out, numel, columns, received.stride(0), rank, float(divisor), factor)
-    _launch(sum_kernel, grid, *arguments, RANKS=received.shape[0], TOGETHER=TOGETHER, ENCODED=ENCODED)
+    arguments = (
+        received,
+        own,
+        out,
+        numel,
+        columns,
+        received.stride(0),
+        rank,
+        float(divisor),
+        factor,
+    )
+    _launch(
+        sum_kernel, grid, *arguments, RANKS=received.shape[0], TOGETHER=TOGETHER, ENCODED=ENCODED
+    )
 
 
-def _unpack(messages: torch.Tensor, parts: Sequence[Part], scale_inv: torch.Tensor, CODES: bool) -> None:
+def _unpack(
+    messages: torch.Tensor, parts: Sequence[Part], scale_inv: torch.Tensor, CODES: bool
+) -> None:
     columns, dtype = columns_of(messages), _TYPES[parts[0].values.dtype]
     for table in tables(parts, TILE):
-        arguments = (table.on(messages.device), len(table.rows), messages, scale_inv, columns, messages.stride(0))
+        arguments = (
+            table.on(messages.device),
+            len(table.rows),
+            messages,
+            scale_inv,
+            columns,
+            messages.stride(0),
+        )
         options = {"DTYPE": dtype, "CODES": CODES, "ALIGNED": table.aligned, "STEPS": table.steps}
         _launch(unpack_kernel, table.tiles, *arguments, **options)
 
@@ -142,7 +207,8 @@ def _launch(kernel, programs: int, first: torch.Tensor, *arguments, **constants)
 
 
 class Row(NamedTuple):
-    """A row of the device's table: a part, or blocks outside all parts. One launch processes a whole bucket."""
+    """A row of the device's table: a part, or blocks outside all parts. One launch processes a
+    whole bucket."""
 
     address: int
     scale_address: int
@@ -219,8 +285,8 @@ def _part_of(table_ptr, parts, tile, STEPS: tl.constexpr):
 
 @triton.jit
 def _place(table_ptr, parts, part, tile, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """Locate a tile of a part: (block numbers in the message [TILE], their mask; element numbers in the part [TILE,
-    BLOCK], their mask)."""
+    """Locate a tile of a part: (block numbers in the message [TILE], their mask; element numbers in
+    the part [TILE, BLOCK], their mask)."""
     start = tl.load(table_ptr + _START * parts + part).to(tl.int32)
     end = tl.load(table_ptr + _END * parts + part).to(tl.int32)
     length = tl.load(table_ptr + _LENGTH * parts + part)
@@ -295,7 +361,9 @@ def pack_kernel(
     values = as_fp32(values)
     if SCALED:
         scale_address = tl.load(table_ptr + _SCALE * parts + part)
-        factor = tl.load(scale_address.to(tl.pointer_type(tl.float32)), mask=scale_address != 0, other=1.0)
+        factor = tl.load(
+            scale_address.to(tl.pointer_type(tl.float32)), mask=scale_address != 0, other=1.0
+        )
         values = values * factor
     row, column, begin, exponent = _in_messages(blocks, columns, stride)
     codes, exponents, scale_inv = _quantized(values, HAS_FP8_CASTS)

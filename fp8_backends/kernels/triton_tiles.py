@@ -1,10 +1,12 @@
-"""Process a tile of a parameter in the programs of `triton_adam`: [rows, width], with rows of blocks if there are any.
+"""Process a tile of a parameter in the programs of `triton_adam`: [rows, width], with rows of
+blocks if there are any.
 
-KIND is `triton_adam._Constants`; `row` points to the parameter's row in the table. A FULL tile has all its elements and
-is read without a mask: an unaligned mask would narrow every access.
+KIND is `triton_adam._Constants`; `row` points to the parameter's row in the table. A FULL tile has
+all its elements and is read without a mask: an unaligned mask would narrow every access.
 
-Formats are decoded, rounded and encoded as in `rounding.py`, to the bit. FORMAT is "fp32", "bf16" or "fp16"; or "e4m3",
-"e5m2", "e4m11" or "root8" with uint8 codes in memory, like the residuals of "e4m11".
+Formats are decoded, rounded and encoded as in `rounding.py`, to the bit. FORMAT is "fp32", "bf16"
+or "fp16"; or "e4m3", "e5m2", "e4m11" or "root8" with uint8 codes in memory, like the residuals of
+"e4m11".
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from .triton_common import (
 
 # Columns of a parameter's row, as in table.py
 COPY, INVERSE, COPY_INVERSE, HYPER, FINITE = (tl.constexpr(column) for column in (4, 5, 9, 10, 11))
-NUMEL, FIRST, SEED, FIRST_CHUNK, RECORD, COLUMNS = (tl.constexpr(column) for column in (12, 13, 14, 15, 16, 17))
+NUMEL, FIRST, SEED, FIRST_CHUNK, RECORD, COLUMNS = (
+    tl.constexpr(column) for column in (12, 13, 14, 15, 16, 17)
+)
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
 _ONE, _MOST_CODED = tl.constexpr(127 << 23), tl.constexpr(INF_BITS - RATIO_BITS)
 _HALF_OF_ONE = tl.constexpr(HALF_OF_ONE)
@@ -55,7 +59,8 @@ def pointer_to(address, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def decoded(data, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
-    """Decode stored data to FP32. A NaN of an eight-bit format becomes any number: its scale is NaN."""
+    """Decode stored data to FP32. A NaN of an eight-bit format becomes any number: its scale is
+    NaN."""
     if HAS_FP8_CASTS and FORMAT == "e4m3":
         return data.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif FORMAT == "e4m3" or FORMAT == "e5m2":
@@ -70,7 +75,9 @@ def decoded(data, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
 def decoded_pair(codes, residuals):
     """Decode E4M3 codes and residuals, E4M11, to FP32."""
     bits = codes.to(tl.int32)
-    values = from_magnitude_codes(((bits & 0x7F) << 8) + residuals.to(tl.int8, bitcast=True).to(tl.int32), "e4m11")
+    values = from_magnitude_codes(
+        ((bits & 0x7F) << 8) + residuals.to(tl.int8, bitcast=True).to(tl.int32), "e4m11"
+    )
     return from_bits(as_bits(values) | ((bits & 0x80) << 24))
 
 
@@ -85,13 +92,15 @@ def rounded(
     BITS: tl.constexpr,
     WITHIN: tl.constexpr,
 ):
-    """Round |x| to the format, in FP32. A shift by the smallest normal number, for smaller |x|, puts exactly the
-    format's mantissa bits in front of the dropped ones. WITHIN: no |x| exceeds the format's maximum."""
+    """Round |x| to the format, in FP32. A shift by the smallest normal number, for smaller |x|,
+    puts exactly the format's mantissa bits in front of the dropped ones. WITHIN: no |x| exceeds the
+    format's maximum."""
     dropped: tl.constexpr = dropped_bits(FORMAT)
     smallest: tl.constexpr = smallest_normal(FORMAT)
     magnitude = tl.abs(x)
     if not WITHIN:
-        magnitude = from_bits(tl.minimum(as_bits(magnitude), bits_of(format_max(FORMAT))))  # a NaN, too
+        # a NaN, too
+        magnitude = from_bits(tl.minimum(as_bits(magnitude), bits_of(format_max(FORMAT))))
     if not STOCHASTIC and FORMAT == "fp16":
         return magnitude.to(tl.float16).to(tl.float32)
     elif not STOCHASTIC and FORMAT == "e4m3" and HAS_FP8_CASTS:
@@ -106,7 +115,11 @@ def rounded(
             bits = as_bits(magnitude + shift) + addend
         else:
             step: tl.constexpr = smallest * 2.0**dropped
-            normal = as_bits(magnitude) + ((as_bits(magnitude) >> dropped) & 1) + (2 ** (dropped - 1) - 1)
+            normal = (
+                as_bits(magnitude)
+                + ((as_bits(magnitude) >> dropped) & 1)
+                + (2 ** (dropped - 1) - 1)
+            )
             bits = tl.where(shift > 0, as_bits(((magnitude + step) - step) + smallest), normal)
         return from_bits(bits & -(2**dropped)) - shift
 
@@ -168,7 +181,8 @@ def row_of(table, parameters, KIND: tl.constexpr):
 
 @triton.jit
 def pointers_of(row, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return pointers to weight, grad, exp_avg, exp_avg_sq, and the weight's residual if it is split."""
+    """Return pointers to weight, grad, exp_avg, exp_avg_sq, and the weight's residual if it is
+    split."""
     weight = pointer_to(tl.load(row), KIND.formats[0], ALIGNED)
     residual = weight
     if KIND.split:
@@ -227,20 +241,39 @@ def _write(pointer, values, inside, FULL: tl.constexpr):
 
 
 @triton.jit
-def _values_of(pointer, row, inverse, at, inside, block, KIND: tl.constexpr, SLOT: tl.constexpr, FULL: tl.constexpr):
+def _values_of(
+    pointer,
+    row,
+    inverse,
+    at,
+    inside,
+    block,
+    KIND: tl.constexpr,
+    SLOT: tl.constexpr,
+    FULL: tl.constexpr,
+):
     """Decode a tile of a slot to FP32; roots of exp_avg_sq if stored."""
     if KIND.blocked[SLOT]:
         of_blocks = tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32))
         inverse = load(of_blocks + block, _first_of(inside), 1.0, FULL) * inverse
-    return decoded(load(pointer + at, inside, 0.0, FULL), KIND.formats[SLOT], KIND.has_fp8_casts) * inverse
+    return (
+        decoded(load(pointer + at, inside, 0.0, FULL), KIND.formats[SLOT], KIND.has_fp8_casts)
+        * inverse
+    )
 
 
 @triton.jit
-def _adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.constexpr, FULL: tl.constexpr):
-    """Compute torch.optim's Adam in FP32: new weight, exp_avg and exp_avg_sq, or its root if stored."""
+def _adam_step(
+    pointers, row, inverses, hyper, at, inside, block, KIND: tl.constexpr, FULL: tl.constexpr
+):
+    """Compute torch.optim's Adam in FP32: new weight, exp_avg and exp_avg_sq, or its root if
+    stored."""
     step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, _ = hyper
     if KIND.split:
-        code, residual = load(pointers[0] + at, inside, 0, FULL), load(pointers[4] + at, inside, 0, FULL)
+        code, residual = (
+            load(pointers[0] + at, inside, 0, FULL),
+            load(pointers[4] + at, inside, 0, FULL),
+        )
         w = decoded_pair(code, residual) * inverses[0]
     else:
         w = _values_of(pointers[0], row, inverses[0], at, inside, block, KIND, 0, FULL)
@@ -268,7 +301,8 @@ def _adam_step(pointers, row, inverses, hyper, at, inside, block, KIND: tl.const
 
 @triton.jit
 def place_of(numel, start, KIND: tl.constexpr):
-    """Locate a tile by its first element: places of elements, their mask, indices of rows' blocks."""
+    """Locate a tile by its first element: places of elements, their mask, indices of rows'
+    blocks."""
     rows = tl.arange(0, KIND.rows)[:, None]
     at = rows * KIND.width + tl.arange(0, KIND.width)[None, :]
     count = tl.minimum(numel - start, KIND.rows * KIND.width).to(tl.int32)
@@ -283,10 +317,20 @@ def _first_of(inside):
 
 @triton.jit
 def _store(
-    pointers, row, scale, x, random, at, inside, block, KIND: tl.constexpr, SLOT: tl.constexpr, FULL: tl.constexpr
+    pointers,
+    row,
+    scale,
+    x,
+    random,
+    at,
+    inside,
+    block,
+    KIND: tl.constexpr,
+    SLOT: tl.constexpr,
+    FULL: tl.constexpr,
 ):
-    """Write x as stored by the slot, and scales of blocks. scale: the slot's only one, with its inverse. Returns stored
-    magnitudes, FP32, and the inverse of their scale."""
+    """Write x as stored by the slot, and scales of blocks. scale: the slot's only one, with its
+    inverse. Returns stored magnitudes, FP32, and the inverse of their scale."""
     FORMAT: tl.constexpr = KIND.formats[SLOT]
     pointer, inverse = pointers[SLOT], scale[1]
     if KIND.blocked[SLOT]:
@@ -306,7 +350,9 @@ def _store(
         within: tl.constexpr = KIND.bounded and KIND.scaled[SLOT] and SLOT > 0
         casts: tl.constexpr = KIND.has_fp8_casts
         low: tl.constexpr = KIND.low_bit[SLOT]
-        magnitude = rounded(stored, random, FORMAT, casts, KIND.stochastic, low, KIND.bits[SLOT], within)
+        magnitude = rounded(
+            stored, random, FORMAT, casts, KIND.stochastic, low, KIND.bits[SLOT], within
+        )
         if SLOT == 3:  # positive values may not become 0
             least = tl.where(x > 0, smallest_bits(FORMAT), 0)
             magnitude = from_bits(tl.maximum(as_bits(magnitude), least))
@@ -331,7 +377,8 @@ def _half_of_inverse(v_inverse, KIND: tl.constexpr):
 
 @triton.jit
 def _coded(ratio, m_inverse, half_of_inverse):
-    """Code differences bits(exp_avg) - bits(exp_avg_sq) / 2 of unscaled magnitudes; 0 if exp_avg is 0."""
+    """Code differences bits(exp_avg) - bits(exp_avg_sq) / 2 of unscaled magnitudes; 0 if exp_avg is
+    0."""
     shift = as_bits(m_inverse) - _ONE - half_of_inverse
     most = _MOST_CODED - tl.maximum(shift, 0)
     return tl.where(ratio > 0, tl.maximum(tl.minimum(ratio, most) + shift, 0), 0)
@@ -354,11 +401,22 @@ def keep_record(row, stored, scales, KIND: tl.constexpr):
 
 @triton.jit
 def write_tile(
-    pointers, row, inverses, hyper, scales, copy, key, numel, start, known, KIND: tl.constexpr, FULL: tl.constexpr
+    pointers,
+    row,
+    inverses,
+    hyper,
+    scales,
+    copy,
+    key,
+    numel,
+    start,
+    known,
+    KIND: tl.constexpr,
+    FULL: tl.constexpr,
 ):
-    """Write one tile. scales: (scale, inverse) of weight, exp_avg and exp_avg_sq; copy: pointer and scale. Returns
-    `known` raised to the tile's largest: bits of these three as stored, roots included, times the inverse only for
-    blocks; and of their quotient, coded."""
+    """Write one tile. scales: (scale, inverse) of weight, exp_avg and exp_avg_sq; copy: pointer and
+    scale. Returns `known` raised to the tile's largest: bits of these three as stored, roots
+    included, times the inverse only for blocks; and of their quotient, coded."""
     at, inside, block = place_of(numel, start, KIND)
     w, g, m, v, residual = pointers
     pointers = (w + start, g + start, m + start, v + start, residual + start)
@@ -414,7 +472,8 @@ def _of_lanes(x, KIND: tl.constexpr):
 
 @triton.jit
 def new_scale(bounds, row, start, KIND: tl.constexpr, SLOT: tl.constexpr):
-    """Return scale and inverse of a slot with one scale, stored by the parameter's first program; else 1."""
+    """Return scale and inverse of a slot with one scale, stored by the parameter's first program;
+    else 1."""
     if KIND.scaled[SLOT] and not KIND.blocked[SLOT]:
         amax = tl.load(bounds + (SLOT if SLOT == 0 else SLOT - 1))
         scale = scale_of(amax, KIND.formats[SLOT])

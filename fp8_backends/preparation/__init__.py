@@ -1,7 +1,8 @@
-"""Turn a model and a recipe into a model that trains in FP8, with the proof on its first optimizer step.
+"""Turn a model and a recipe into a model that trains in FP8, with the proof on its first optimizer
+step.
 
-`prepare` and Accelerate's methods run the same phases: resolve the recipe, check, convert the layers, store their
-weights, connect the ranks, watch the optimizer.
+`prepare` and Accelerate's methods run the same phases: resolve the recipe, check, convert the
+layers, store their weights, connect the ranks, watch the optimizer.
 """
 
 from typing import TypeVar
@@ -36,15 +37,16 @@ registry.load("watch")
 def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Model, Optimizer]:
     """Make `model` train in FP8, without Accelerate.
 
-    Return the same two objects: layers are swapped in place and keep their Parameter objects, so the optimizer,
-    schedulers, ties and frozen weights stay valid. Call it before or after the optimizer took steps, or on a model on
-    the meta device.
+    Return the same two objects: layers are swapped in place and keep their Parameter objects, so
+    the optimizer, schedulers, ties and frozen weights stay valid. Call it before or after the
+    optimizer took steps, or on a model on the meta device.
 
     Args:
         model: any `nn.Module`.
-        optimizer: trains the model's parameters; its first step prints the proof. None prepares only the model.
-        spec: argument of `resolve`: a backend string such as `"native:delayed"`, a recipe, a dict; None picks for
-            this machine.
+        optimizer: trains the model's parameters; its first step prints the proof. None prepares
+            only the model.
+        spec: argument of `resolve`: a backend string such as `"native:delayed"`, a recipe, a dict;
+            None picks for this machine.
 
     Returns:
         (model, optimizer)
@@ -81,11 +83,16 @@ def initialize(
     `use_te` selects TransformerEngine's products instead of native ones.
     """
     level = level_name(opt_level, f"opt_level={shown(opt_level)}")
-    return prepare(model, optimizer, f"te+msamp:{level}" if parsed("use_te", flag, use_te) else f"msamp:{level}")
+    return prepare(
+        model,
+        optimizer,
+        f"te+msamp:{level}" if parsed("use_te", flag, use_te) else f"msamp:{level}",
+    )
 
 
 def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """Convert a model's layers in place for a resolved recipe, and return the model. Repeating it does nothing."""
+    """Convert a model's layers in place for a resolved recipe, and return the model. Repeating it
+    does nothing."""
     if torch.cuda.is_available():
         guard_byte_stores()
     fsdp2.reshard(model)  # gathered weights are no Parameters

@@ -21,17 +21,20 @@ from ..words import listed
 
 
 def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Make an optimizer train the weights that a level stores. Nothing to do at O0, or if repeated. Raises
-    `FP8BackendError` for an unsupported class, or an option without a scaled form."""
+    """Make an optimizer train the weights that a level stores. Nothing to do at O0, or if repeated.
+    Raises `FP8BackendError` for an unsupported class, or an option without a scaled form."""
     if recipe.level != "O0":
         optimizers.convert(unwrapped(optimizer), levels.state_rule(recipe))
 
 
-def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Print the proof at the optimizer's first step, for the prepared models whose parameters it holds.
+def watch_optimizer(
+    models: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe
+) -> None:
+    """Print the proof at the optimizer's first step, for the prepared models whose parameters it
+    holds.
 
-    `optimizer` may be wrapped (Accelerate's `AcceleratedOptimizer`). Repeating it does nothing. `recipe` is the
-    models' recipe; each prepared model carries its own.
+    `optimizer` may be wrapped (Accelerate's `AcceleratedOptimizer`). Repeating it does nothing.
+    `recipe` is the models' recipe; each prepared model carries its own.
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
     inner = unwrapped(optimizer)
@@ -40,10 +43,20 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
         _share_out_states(inner, recipe)
     if recipe.gradient_release:
         # Accelerate lists models without their DDP
-        references = [prepared.observed.wrapper for model in models for _, _, prepared in prepared_roots(model)]
-        wrappers = [wrapper for reference in references if reference is not None and (wrapper := reference())]
+        references = [
+            prepared.observed.wrapper
+            for model in models
+            for _, _, prepared in prepared_roots(model)
+        ]
+        wrappers = [
+            wrapper
+            for reference in references
+            if reference is not None and (wrapper := reference())
+        ]
         by_ddp = {id(p) for wrapper in wrappers for p in wrapper._module_parameters}
-        gradient_release.release_gradients(inner, (p for p in parameters_of(inner) if id(p) not in by_ddp))
+        gradient_release.release_gradients(
+            inner, (p for p in parameters_of(inner) if id(p) not in by_ddp)
+        )
     features.run("before_proof", models, inner, recipe)
     proof.watch(models, optimizer)
     features.run("after_proof", models, inner, recipe)
@@ -55,11 +68,14 @@ def watch_optimizer(models: nn.Module | Iterable[nn.Module], optimizer: torch.op
 
 
 def _share_out_states(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Assign each weight's optimizer states, master or residual to a rank of its DDP. All ranks call it."""
+    """Assign each weight's optimizer states, master or residual to a rank of its DDP. All ranks
+    call it."""
     scaled = [p for p in parameters_of(optimizer) if isinstance(p, ScaledTensor)]
     weights = [p for p in scaled if ddp.connection_of(p) is not None]
     connections = list(map(ddp.connection_of, weights))
-    whole = optimizer.fp8_owners is not None or any(connection.keeps_whole for connection in connections)
+    whole = optimizer.fp8_owners is not None or any(
+        connection.keeps_whole for connection in connections
+    )
     if connections and not whole and connections[0].group.size() > 1:
         optimizer.fp8_owners = ddp.SharedOut(weights, connections[0].group, recipe)
         optimizer.register_step_pre_hook(optimizer.fp8_owners.refuse_local_step)
@@ -67,7 +83,8 @@ def _share_out_states(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
 
 
 class AfterStep:
-    """Run after each optimizer step: notify the backends, and warn about new layers and untrained parameters."""
+    """Run after each optimizer step: notify the backends, and warn about new layers and untrained
+    parameters."""
 
     def __init__(self) -> None:
         self.modules_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -77,7 +94,9 @@ class AfterStep:
         for _, root, prepared in (entry for model in models for entry in prepared_roots(model)):
             self.modules_of.setdefault(root, _identity(root))
             left_out, observed = _left_out(root, prepared), prepared.observed
-            observed.left_out = left_out if observed.left_out is None else observed.left_out & left_out
+            observed.left_out = (
+                left_out if observed.left_out is None else observed.left_out & left_out
+            )
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         for root, identity in list(self.modules_of.items()):
@@ -88,27 +107,40 @@ class AfterStep:
             if not torch.compiler.is_compiling() and identity != (now := _identity(root)):
                 self.modules_of[root] = now
                 if added := conversion.update_report(root, prepared):
-                    logger.warning("%s: %s: %s", prepared.recipe.name, listed(added), conversion.ADDED)
+                    logger.warning(
+                        "%s: %s: %s", prepared.recipe.name, listed(added), conversion.ADDED
+                    )
                 if plain := levels.plain_weights_of(root):
-                    logger.warning("%s: %s: %s", prepared.recipe.name, listed(plain), levels.REPLACED)
+                    logger.warning(
+                        "%s: %s: %s", prepared.recipe.name, listed(plain), levels.REPLACED
+                    )
                 left_out = prepared.observed.left_out
                 if new := sorted(_left_out(root, prepared) - left_out):
                     left_out.update(new)
                     logger.warning(
-                        f"{prepared.recipe.name}: {listed(new)}: added after the model was prepared, in no prepared "
-                        "optimizer, and so not trained: call optimizer.add_param_group, or make the optimizer and "
-                        "prepare both when the model is complete"
+                        f"{prepared.recipe.name}: {listed(new)}: added after the model was "
+                        "prepared, in no prepared optimizer, and so not trained: call "
+                        "optimizer.add_param_group, or make the optimizer and prepare both when "
+                        "the model is complete"
                     )
 
 
 def _after_step(optimizer: torch.optim.Optimizer) -> AfterStep | None:
-    return next((hook for hook in optimizer._optimizer_step_post_hooks.values() if isinstance(hook, AfterStep)), None)
+    return next(
+        (
+            hook
+            for hook in optimizer._optimizer_step_post_hooks.values()
+            if isinstance(hook, AfterStep)
+        ),
+        None,
+    )
 
 
 def is_proven(optimizer: torch.optim.Optimizer) -> bool | None:
     """Return True if a model of this optimizer is proven; None without a prepared model."""
     if (after_step := _after_step(optimizer)) is None:
-        return True if type(optimizer).__module__.startswith("msamp") else None  # MS-AMP proves nothing
+        # MS-AMP proves nothing
+        return True if type(optimizer).__module__.startswith("msamp") else None
     records = [root.__dict__.get(PREPARED) for root in after_step.modules_of]
     return any(prepared and prepared.observed.proven for prepared in records)
 
@@ -116,11 +148,16 @@ def is_proven(optimizer: torch.optim.Optimizer) -> bool | None:
 def _left_out(root: nn.Module, prepared: Prepared) -> set[str]:
     """Return the names of trainable parameters that no optimizer of this root holds."""
     held = set().union(*map(parameter_ids, prepared.observed.optimizers()))
-    return {plain_name(name) for name, p in root.named_parameters() if p.requires_grad and id(p) not in held}
+    return {
+        plain_name(name)
+        for name, p in root.named_parameters()
+        if p.requires_grad and id(p) not in held
+    }
 
 
 def _identity(root: nn.Module) -> int:
-    """Return a number that changes with the modules or Parameters of a model. Cheap: every step needs it."""
+    """Return a number that changes with the modules or Parameters of a model. Cheap: every step
+    needs it."""
     identity, modules = 0, [root]
     while modules:
         module = modules.pop()

@@ -18,9 +18,10 @@ from ..states.checkpoint import whole_states
 
 
 def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
-    """Reduce the gradients of a prepared model as its recipe says, inside `DistributedDataParallel`, `fully_shard` or
-    DeepSpeed's engine, and make ranks that share its layers agree on scaling states. Every rank calls it; repeating it
-    does nothing. Raises `FP8BackendError` if it was wrapped before it was prepared, or FP8 does not support the
+    """Reduce the gradients of a prepared model as its recipe says, inside
+    `DistributedDataParallel`, `fully_shard` or DeepSpeed's engine, and make ranks that share its
+    layers agree on scaling states. Every rank calls it; repeating it does nothing. Raises
+    `FP8BackendError` if it was wrapped before it was prepared, or FP8 does not support the
     wrapper."""
     for wrapper in ddp.wrappers(model):
         if roots := prepared_roots(wrapper.module):
@@ -62,7 +63,8 @@ def save_whole_states(engine: nn.Module) -> None:
 
 
 def _states(roots: list[tuple[str, nn.Module, Prepared]]) -> States:
-    """Return a function for `scaling_buffers`, now or in a later phase of `schedule`; `list` if no rule keeps any."""
+    """Return a function for `scaling_buffers`, now or in a later phase of `schedule`; `list` if no
+    rule keeps any."""
     recipes = [prepared.recipe for _, _, prepared in roots]
     later = any(recipe.schedule and recipe.stateful.scaling in STATEFUL for recipe in recipes)
     return partial(scaling_buffers, roots) if later or scaling_buffers(roots) else list
@@ -70,4 +72,6 @@ def _states(roots: list[tuple[str, nn.Module, Prepared]]) -> States:
 
 def scaling_buffers(roots: list[tuple[str, nn.Module, Prepared]]) -> list[torch.Tensor]:
     """Return the live scaling states of prepared roots, in a fixed order."""
-    return [state for _, root, prepared in roots for state in prepared.compute.scaling_buffers(root)]
+    return [
+        state for _, root, prepared in roots for state in prepared.compute.scaling_buffers(root)
+    ]

@@ -1,5 +1,6 @@
-"""Declare every field of a recipe once: its values, default, readers, and meaning as a docstring. Names and defaults
-are Accelerate's where its FP8 handlers have the field. None means "not given"."""
+"""Declare every field of a recipe once: its values, default, readers, and meaning as a docstring.
+Names and defaults are Accelerate's where its FP8 handlers have the field. None means "not
+given"."""
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ def _patterns(value: str | Collection[str]) -> tuple[str, ...]:
     # an iterator could be endless; a collection is not
     is_list = isinstance(value, Collection) and not isinstance(value, Mapping)
     if not is_list or not len(value) or not all(isinstance(name, str) and name for name in value):
-        raise ValueError('must be name patterns, such as "model.layers.*.mlp.*" or ["q_proj", "k_proj"]')
+        raise ValueError(
+            'must be name patterns, such as "model.layers.*.mlp.*" or ["q_proj", "k_proj"]'
+        )
     return tuple(value)
 
 
@@ -85,8 +88,8 @@ def _choice(value: str | Collection[str]) -> tuple[str, ...]:
     added = [pattern.startswith("+") for pattern in patterns]
     if any(added) and not all(added) or "+" in patterns:
         raise ValueError(
-            "must have + before each pattern, which adds to the layers converted by default, or before none, which "
-            "names all layers"
+            "must have + before each pattern, which adds to the layers converted by default, or "
+            "before none, which names all layers"
         )
     return patterns
 
@@ -103,11 +106,15 @@ def pairs_of(value: Any, wanted: str) -> dict[str, Any]:
             raise ValueError(f"must name each key once, as in {wanted}")
     if not isinstance(value, Mapping) or not value or not all(str(key).strip() for key in value):
         raise ValueError(f"must be a mapping such as {wanted}")
-    return {str(key).strip(): word.strip() if isinstance(word, str) else word for key, word in value.items()}
+    return {
+        str(key).strip(): word.strip() if isinstance(word, str) else word
+        for key, word in value.items()
+    }
 
 
 def _layers(value: Any) -> dict[str, str | int]:
-    """Parse name patterns with a backend or bf16 each. A level is one choice for the whole model."""
+    """Parse name patterns with a backend or bf16 each. A level is one choice for the whole
+    model."""
 
     def choice(pattern: str, name: Any) -> str | int:
         if pattern in BLOCKS and (not isinstance(name, str) or name.lstrip("-").isdigit()):
@@ -152,8 +159,14 @@ def _schedule(value: Any) -> dict[str | int | float, str | int]:
             start = float(key) if re.fullmatch(r"0?\.[0-9]{1,9}", key) else whole_number(0)(key)
             schedule[start] = name.lower()
     shares = [key for key in schedule if isinstance(key, float)]
-    if len(schedule) - (STEPS in schedule) == 0 or shares and len(shares) < len(schedule.keys() - {STEPS, 0}):
-        raise ValueError("must have its starts as steps, 100, or as shares of training, 0.9: one kind")
+    if (
+        len(schedule) - (STEPS in schedule) == 0
+        or shares
+        and len(shares) < len(schedule.keys() - {STEPS, 0})
+    ):
+        raise ValueError(
+            "must have its starts as steps, 100, or as shares of training, 0.9: one kind"
+        )
     return schedule
 
 
@@ -168,7 +181,9 @@ _flag_or_patterns.values = "True, False, name patterns"
 
 def _function(value: Any) -> Callable[[nn.Module, str], bool]:
     if not callable(value):
-        raise ValueError("must be a function of (module, name) that returns whether to convert the module")
+        raise ValueError(
+            "must be a function of (module, name) that returns whether to convert the module"
+        )
     return value
 
 
@@ -181,7 +196,8 @@ def _path(value: Any) -> str:
 
 
 def _off_or(*words: str) -> Callable[[Any], str]:
-    """Return a parser of "off" or one of these words. YAML parses a bare `off` as False, so that is "off", too."""
+    """Return a parser of "off" or one of these words. YAML parses a bare `off` as False, so that is
+    "off", too."""
     one = one_of("off", *words)
 
     def parse(value: Any) -> str:
@@ -203,7 +219,9 @@ def mxfp8_scaling(value: Any) -> str | None:
 
 def setting(default: Any, parse: Callable[[Any], Any], **declared: Any) -> Any:
     """Declare a field of a handler. `declared`: more attributes of `Field`."""
-    return dataclasses.field(default=None, metadata={"default": default, "parse": parse, **declared})
+    return dataclasses.field(
+        default=None, metadata={"default": default, "parse": parse, **declared}
+    )
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -211,37 +229,42 @@ class CommonFields(KwargsHandler):
     """Fields of every backend."""
 
     include: str | Collection[str] | None = setting(None, _choice)
-    """Name patterns of layers to convert, separated by commas (fnmatch on the full name; a pattern without a dot also
-    matches any one part of it). Patterns with a leading + add to the default choice: +lm_head."""
+    """Name patterns of layers to convert, separated by commas (fnmatch on the full name; a pattern
+    without a dot also matches any one part of it). Patterns with a leading + add to the default
+    choice: +lm_head."""
     exclude: str | Collection[str] | None = setting(None, _patterns)
     """Name patterns of layers to keep in high precision, separated by commas."""
-    module_filter_func: Callable[[nn.Module, str], bool] | None = setting(None, _function, is_object=True)
+    module_filter_func: Callable[[nn.Module, str], bool] | None = setting(
+        None, _function, is_object=True
+    )
     """A function (module, name) -> whether to convert the module."""
     layers: str | Mapping[str, str | int] | None = setting(None, _layers)
-    """Name patterns, as in include, with another backend or bf16 for their layers; the first match wins:
-    {"*.down_proj": "native:mxfp8", "lm_head": "native:rowwise", "first": 1, "last": 2}, or as text
-    *.down_proj=native:mxfp8, first=1. first and last keep so many numbered blocks in bf16 (the dtype of autocast). A
-    pattern for nothing but heads, routers or adapters converts them."""
+    """Name patterns, as in include, with another backend or bf16 for their layers; the first match
+    wins: {"*.down_proj": "native:mxfp8", "lm_head": "native:rowwise", "first": 1, "last": 2}, or as
+        text
+    *.down_proj=native:mxfp8, first=1. first and last keep so many numbered blocks in bf16 (the
+    dtype of autocast). A pattern for nothing but heads, routers or adapters converts them."""
     schedule: str | Mapping[Any, str | int] | None = setting(None, _schedule, is_feature=True)
-    """Recipes of later optimizer steps, from a step or a share of training on: {0.9: "bf16"}, or for a warm-up in bf16
-    {0: "bf16", 100: "native:dynamic"}. A share needs the number of all steps: {0.9: "bf16", "steps": 2000}; Trainer
-    knows it."""
+    """Recipes of later optimizer steps, from a step or a share of training on: {0.9: "bf16"}, or
+    for a warm-up in bf16 {0: "bf16", 100: "native:dynamic"}. A share needs the number of all steps:
+    {0.9: "bf16", "steps": 2000}; Trainer knows it."""
     autocast_dtype: str = setting("bf16", one_of("bf16", "fp16", "fp32"))
-    """Autocast dtype around FP8 under Accelerate (the default is fp32 on a CPU without bf16 products)."""
+    """Autocast dtype around FP8 under Accelerate (the default is fp32 on a CPU without bf16
+    products)."""
     gradient_comm: str | None = setting(None, one_of("fp8", "plain"))
     """Format of gradients sent between ranks (default: fp8 at a level above O0, else plain)."""
     activation_comm: str = setting("plain", one_of("plain", "fp8"))
-    """Format of activations sent between ranks in forward: fp8 sends E4M3 codes with their scales in the gathers of
-    sequence-parallel activations (tensor parallelism) and in the dispatch of tokens to experts (expert parallelism;
-    native)."""
+    """Format of activations sent between ranks in forward: fp8 sends E4M3 codes with their scales
+    in the gathers of sequence-parallel activations (tensor parallelism) and in the dispatch of
+    tokens to experts (expert parallelism; native)."""
     on_unproven: str = setting("raise", one_of("raise", "warn"))
     """What to do when no FP8 product ran in the first step."""
     saved_activations: str = setting("off", _off_or("fp8", "fp8+attention"), is_feature=True)
-    """Format of activations saved for backward outside converted layers, as by norms and gates: fp8 saves E4M3 codes,
-    33/32 bytes an element; fp8+attention includes attention."""
+    """Format of activations saved for backward outside converted layers, as by norms and gates: fp8
+    saves E4M3 codes, 33/32 bytes an element; fp8+attention includes attention."""
     fused_head: bool = setting(False, flag, is_feature=True)
-    """Compute the output head and its loss in chunks of tokens, without storing all logits. The head stays in high
-    precision unless include names it (native)."""
+    """Compute the output head and its loss in chunks of tokens, without storing all logits. The
+    head stays in high precision unless include names it (native)."""
     monitor_every: int = setting(0, whole_number(0, 1_000_000), is_feature=True, only_watches=True)
     """Optimizer steps between samples of FP8 tensor statistics; 0 takes none."""
     monitor_file: str | os.PathLike[str] = setting("fp8_monitor.jsonl", _path, only_watches=True)
@@ -258,43 +281,64 @@ class ScalingField(KwargsHandler):
         None,
         word,
         synonyms={"fp8_recipe": same},
-        further_variables=(Variable("USE_MXFP8_BLOCK_SCALING", launcher_default=False, reads=mxfp8_scaling),),
+        further_variables=(
+            Variable("USE_MXFP8_BLOCK_SCALING", launcher_default=False, reads=mxfp8_scaling),
+        ),
     )
-    """Scaling rule, unless the string names it: delayed, dynamic, rowwise, blockwise, mxfp8, window, nvfp4 (4
-    bits, experimental) or another."""
+    """Scaling rule, unless the string names it: delayed, dynamic, rowwise, blockwise, mxfp8,
+    window, nvfp4 (4 bits, experimental) or another."""
     products: str | Mapping[str, str] | None = setting(None, _products)
-    """Precision of single products, fprop, dgrad and wgrad: bf16, the format of the gradient's codes (e4m3, e5m2), or
-    another scaling rule of the backend: {"dgrad": "rowwise", "wgrad": "bf16"} (te: only wgrad in bf16)."""
+    """Precision of single products, fprop, dgrad and wgrad: bf16, the format of the gradient's
+    codes (e4m3, e5m2), or another scaling rule of the backend: {"dgrad": "rowwise", "wgrad":
+    "bf16"} (te: only wgrad in bf16)."""
     fast_accumulation: bool | str | Collection[str] = setting(
         True,
         _flag_or_patterns,
         scalings=("dynamic", "delayed", "rowwise", "window", "tensorwise", "rowwise_with_gw_hp"),
         idle=True,
     )
-    """Let the products of forward sum in the fewer bits of Hopper's and Ada's tensor cores; False adds every 128
-    products in FP32. Name patterns turn it off for these layers only."""
+    """Let the products of forward sum in the fewer bits of Hopper's and Ada's tensor cores; False
+    adds every 128 products in FP32. Name patterns turn it off for these layers only."""
 
 
 @dataclass(eq=False, repr=False)
 class RuleFields(KwargsHandler):
-    """TransformerEngine's options, which `native` follows on any device. In the order of Accelerate's handler."""
+    """TransformerEngine's options, which `native` follows on any device. In the order of
+    Accelerate's handler."""
 
     use_autocast_during_eval: bool = setting(False, flag, launcher_default=False)
     """Also run FP8 products in evaluation; by default evaluation runs in high precision."""
     # beyond 64 every code is zero, or saturated
-    margin: int = setting(0, whole_number(-64, 64), scalings=DELAYED, launcher_default=0, synonyms={"fp8_margin": same})
+    margin: int = setting(
+        0,
+        whole_number(-64, 64),
+        scalings=DELAYED,
+        launcher_default=0,
+        synonyms={"fp8_margin": same},
+    )
     """Divide the scale by 2**margin."""
     interval: int = setting(
-        1, whole_number(1, 1_000_000), scalings=DELAYED, launcher_default=1, synonyms={"fp8_interval": same}
+        1,
+        whole_number(1, 1_000_000),
+        scalings=DELAYED,
+        launcher_default=1,
+        synonyms={"fp8_interval": same},
     )
     """Steps between updates of the scale (te supports only 1)."""
     fp8_format: str | Enum = setting(
         "HYBRID",
         fp8_format,
-        # scales this fine leave a gradient little need of E5M2's range; TransformerEngine and TorchAO agree
-        default_of_scaling={"rowwise": "E4M3", "blockwise": "E4M3", "mxfp8": "E4M3", "nvfp4": "E4M3"},
+        # scales this fine leave a gradient little need of E5M2's range; TransformerEngine and
+        # TorchAO agree
+        default_of_scaling={
+            "rowwise": "E4M3",
+            "blockwise": "E4M3",
+            "mxfp8": "E4M3",
+            "nvfp4": "E4M3",
+        },
         launcher_default="HYBRID",
-        # here a value equal to the launcher's default is meant; under the first name it counts as not given
+        # here a value equal to the launcher's default is meant; under the first name it counts as
+        # not given
         further_variables=(Variable("NUMBER_FORMAT"),),
         synonyms={"fp8": same},
     )
@@ -313,11 +357,13 @@ class RuleFields(KwargsHandler):
         amax_algorithm,
         scalings=DELAYED,
         launcher_default="most_recent",
-        further_variables=(Variable("AMAX_COMPUTE_ALGORITHM", "most_recent", question_default="max"),),
+        further_variables=(
+            Variable("AMAX_COMPUTE_ALGORITHM", "most_recent", question_default="max"),
+        ),
         synonyms={"fp8_amax_compute_algo": same},
     )
-    """Compute the scale from the maximum of the history, or from the most recent amax, which clips if a model is called
-    twice a step with inputs of other magnitudes."""
+    """Compute the scale from the maximum of the history, or from the most recent amax, which clips
+    if a model is called twice a step with inputs of other magnitudes."""
     override_linear_precision: tuple[bool, bool, bool] = setting(
         (False, False, False),
         three_flags,
@@ -327,7 +373,8 @@ class RuleFields(KwargsHandler):
             "no_fp8_wgrad": lambda value: (False, False, flag(value)),
         },
     )
-    """Keep (fprop, dgrad, wgrad) in high precision (te supports only wgrad): Accelerate's name for bf16 in products."""
+    """Keep (fprop, dgrad, wgrad) in high precision (te supports only wgrad): Accelerate's name for
+    bf16 in products."""
     use_mxfp8_block_scaling: InitVar[bool | None] = None
     """Accelerate's name for scaling="mxfp8"."""
     fp8_params: bool = setting(
@@ -338,14 +385,17 @@ class RuleFields(KwargsHandler):
         launcher_default=False,
         synonyms={"fp8_param": same, "fp8_param_gather": same},
     )
-    """Store frozen weights in FP8, about 1 byte an element. Not with a level, which stores weights itself."""
+    """Store frozen weights in FP8, about 1 byte an element. Not with a level, which stores weights
+    itself."""
 
 
 @dataclass(eq=False, repr=False)
 class ConfigFields(KwargsHandler):
     """TorchAO's configuration. In the order of Accelerate's handler."""
 
-    config: Float8LinearConfig | None = setting(None, float8_config, names_scaling=scaling_of, is_object=True)
+    config: Float8LinearConfig | None = setting(
+        None, float8_config, names_scaling=scaling_of, is_object=True
+    )
     """A torchao.float8.Float8LinearConfig, used as it is."""
     pad_inner_dim: bool | None = setting(None, flag, launcher_default=True)
     """Pad products whose inner dimension is no multiple of 16 (default: on)."""
@@ -361,20 +411,27 @@ class GatherField(KwargsHandler):
         scalings=("tensorwise",),
         idle=False,
         launcher_default=True,
-        # here a value equal to the launcher's default is meant; under the first name it counts as not given
+        # here a value equal to the launcher's default is meant; under the first name it counts as
+        # not given
         further_variables=(Variable("ALL_GATHER"),),
     )
-    """Let FSDP2 gather weights in FP8, 1 byte an element, or as stored (default: FP8 at a level above O0 if one set of
-    codes serves both products, so not with rowwise or mxfp8; else as stored)."""
+    """Let FSDP2 gather weights in FP8, 1 byte an element, or as stored (default: FP8 at a level
+    above O0 if one set of codes serves both products, so not with rowwise or mxfp8; else as
+    stored)."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SumsField(KwargsHandler):
     """Sums of products."""
 
-    sums: str = setting(EXACT, one_of(EXACT, *CHIPS), scalings=("dynamic", "delayed", "rowwise", "window"), idle=EXACT)
-    """Emulate the sums of a chip's tensor cores on a CPU, in fewer bits than FP32; exact: the device's own sums, FP32
-    on a CPU (native)."""
+    sums: str = setting(
+        EXACT,
+        one_of(EXACT, *CHIPS),
+        scalings=("dynamic", "delayed", "rowwise", "window"),
+        idle=EXACT,
+    )
+    """Emulate the sums of a chip's tensor cores on a CPU, in fewer bits than FP32; exact: the
+    device's own sums, FP32 on a CPU (native)."""
 
 
 @dataclass(eq=False, repr=False)
@@ -393,11 +450,12 @@ class LevelFields(KwargsHandler):
     implementation: str = setting("native", one_of("native", "original"), levels=ABOVE_O0)
     """Run the levels with this package, or with the installed package msamp (original)."""
     shard_states: bool | None = setting(None, flag, levels=ABOVE_O0)
-    """Under DDP and DeepSpeed shard masters, residuals and Adam states between N ranks, as ZeRO-1 does (default: at O3
-    and O4, and under ZeRO-1 and 2): 3 + 3/N bytes an element at O2, 2 + 5/N at O3, 2 + 3/N at O4."""
+    """Under DDP and DeepSpeed shard masters, residuals and Adam states between N ranks, as ZeRO-1
+    does (default: at O3 and O4, and under ZeRO-1 and 2): 3 + 3/N bytes an element at O2, 2 + 5/N at
+    O3, 2 + 3/N at O4."""
     gradient_release: bool = setting(False, flag, levels=ABOVE_O0, idle=False)
-    """Step each parameter inside backward, as soon as its gradient is complete, and free the gradient. Not with
-    accumulation or clipping."""
+    """Step each parameter inside backward, as soon as its gradient is complete, and free the
+    gradient. Not with accumulation or clipping."""
 
 
 @dataclass(eq=False, repr=False)
@@ -405,19 +463,30 @@ class BackendField(KwargsHandler):
     """The backend string."""
 
     backend: str | None = setting(None, word)
-    """COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, ... (default: auto, the choice for
-    this machine); or a file with fields, recipe.yaml."""
+    """COMPUTE[:SCALING][+msamp[:LEVEL]]: native:rowwise, ao, te+msamp:O3, msamp:O2, ... (default:
+    auto, the choice for this machine); or a file with fields, recipe.yaml."""
 
 
 def _declared(*holders: type) -> dict[str, Field]:
     """Collect the fields of these dataclasses by name."""
-    return {field.name: Field(field.name, **field.metadata) for cls in holders for field in dataclasses.fields(cls)}
+    return {
+        field.name: Field(field.name, **field.metadata)
+        for cls in holders
+        for field in dataclasses.fields(cls)
+    }
 
 
 COMMON = _declared(CommonFields)
 OF_LEVELS = {name: field for name, field in _declared(LevelFields).items() if name != "opt_level"}
 FIELDS = _declared(
-    BackendField, ScalingField, LevelFields, RuleFields, ConfigFields, GatherField, SumsField, CommonFields
+    BackendField,
+    ScalingField,
+    LevelFields,
+    RuleFields,
+    ConfigFields,
+    GatherField,
+    SumsField,
+    CommonFields,
 )
 """Every field of this package."""
 NAMING = ("backend", "scaling", "opt_level")
@@ -436,23 +505,32 @@ VARIABLES = _by_suffix(FIELDS.values())
 
 
 def fields_of(compute: Compute) -> dict[str, Field]:
-    """Return the fields that a backend reads, by name. It may declare a field of this package by name only.
+    """Return the fields that a backend reads, by name. It may declare a field of this package by
+    name only.
 
     Raises `FP8BackendError` if a third party declares anything else."""
-    declared = [SETTINGS.get(entry) if isinstance(entry, str) else entry for entry in compute.fields]
+    declared = [
+        SETTINGS.get(entry) if isinstance(entry, str) else entry for entry in compute.fields
+    ]
     for field, entry in zip(declared, compute.fields, strict=True):
         if not isinstance(field, Field):
             raise FP8BackendError(
-                f"fields of {type(compute).__name__}: {shown(entry)} is neither a fp8_backends.compute.fields.Field "
-                "nor the name of a field of this package"
+                f"fields of {type(compute).__name__}: {shown(entry)} is neither a "
+                "fp8_backends.compute.fields.Field nor the name of a field of this package"
             )
     return {field.name: field for field in declared}
 
 
 def registered_fields() -> dict[str, Field]:
-    """Return the additional fields of registered backends. Loads these backends and skips one that does not load."""
+    """Return the additional fields of registered backends. Loads these backends and skips one that
+    does not load."""
     registered = [name for name in registry.valid_names() if name not in registry.BUILT_IN]
-    return {name: field for backend in registered for name, field in _read_by(backend).items() if name not in FIELDS}
+    return {
+        name: field
+        for backend in registered
+        for name, field in _read_by(backend).items()
+        if name not in FIELDS
+    }
 
 
 def _read_by(backend: str) -> dict[str, Field]:
@@ -468,7 +546,8 @@ def find_variable(suffix: str) -> tuple[Field, Variable] | None:
 
 
 def variable_value(field: Field, variable: Variable, value: Any) -> Any:
-    """Parse a value given under one of the field's names; None means "not given". Raises `RecipeError`."""
+    """Parse a value given under one of the field's names; None means "not given". Raises
+    `RecipeError`."""
     if variable.reads is None:
         return field.parsed(_list_of_text(value))
     return parsed(variable.suffix.lower(), variable.reads, value)
@@ -479,7 +558,8 @@ def _list_of_text(value: Any) -> Any:
     if isinstance(value, str):
         value = value.strip()
         if value.startswith(_LISTS):
-            with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: too deep
+            # the last two: too deep
+            with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
                 value = ast.literal_eval(value)
     return value
 
@@ -495,8 +575,11 @@ def readers(name: str) -> str:
     return ", ".join(texts) or "no backend"
 
 
-def unknown_field(name: str, owner: str, names: Iterable[str], elsewhere: dict[str, list[str]]) -> RecipeError:
-    """Return the error for a field that `owner` does not have. `elsewhere`: the fields of the other handlers."""
+def unknown_field(
+    name: str, owner: str, names: Iterable[str], elsewhere: dict[str, list[str]]
+) -> RecipeError:
+    """Return the error for a field that `owner` does not have. `elsewhere`: the fields of the other
+    handlers."""
     holders = [holder for holder, fields in elsewhere.items() if name in fields]
     if holders:
         return RecipeError(
@@ -504,7 +587,10 @@ def unknown_field(name: str, owner: str, names: Iterable[str], elsewhere: dict[s
             "FP8RecipeKwargs(backend=...), which takes the fields of every backend"
         )
     names = sorted(names)
-    return RecipeError(f"{shortened(name)} is not a field of {owner}{closest(name, names)}; it has {', '.join(names)}")
+    return RecipeError(
+        f"{shortened(name)} is not a field of {owner}{closest(name, names)}; it has "
+        f"{', '.join(names)}"
+    )
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Merge one recipe from several places: code, flags, a YAML file, the environment.
 
-The stronger place wins, field by field. A field from a weaker place that the chosen backend does not read is an error,
-unless it is a default that the place fills in.
+The stronger place wins, field by field. A field from a weaker place that the chosen backend does
+not read is an error, unless it is a default that the place fills in.
 """
 
 import importlib.util
@@ -11,14 +11,21 @@ from typing import Any
 from ..errors import RecipeError
 from ..words import shown
 from .fields import NAMING
-from .handlers import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, Recipe, TERecipeKwargs, refusal_of
+from .handlers import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    Recipe,
+    TERecipeKwargs,
+    refusal_of,
+)
 from .sources import Source, file_source, foreign_fields
 from .strings import AUTO, BackendName, names_file, parse_backend, scaling_name
 
 
 def merged(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge the fields of these places, the strongest first. A recipe file in a place is weaker than the place's other
-    fields. Raises `RecipeError` with the field's place."""
+    """Merge the fields of these places, the strongest first. A recipe file in a place is weaker
+    than the place's other fields. Raises `RecipeError` with the field's place."""
     sources = [part for source in sources for part in _without_file(source)]
     naming = _merged_naming(sources)
     fields = dict(naming)
@@ -43,7 +50,8 @@ def _without_file(source: Source) -> list[Source]:
 
 
 def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge the naming fields: stronger places override parts of the backend string, which overrides the others."""
+    """Merge the naming fields: stronger places override parts of the backend string, which
+    overrides the others."""
     naming: dict[str, Any] = {}
     at = _strongest(sources, "backend")
     name = BackendName(AUTO)
@@ -61,8 +69,8 @@ def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
                 continue
             level = source.fields[field]
             raise RecipeError(
-                f"{source.places[field]}: {level} selects no level by itself: say the backend as msamp:{level} or "
-                f"COMPUTE+msamp:{level}, or leave it out"
+                f"{source.places[field]}: {level} selects no level by itself: say the backend as "
+                f"msamp:{level} or COMPUTE+msamp:{level}, or leave it out"
             )
         if by == at and is_idle and getattr(name, part):
             continue  # its default, and the string has another value
@@ -79,7 +87,9 @@ def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
 
 def _strongest(sources: Sequence[Source], field: str) -> int | None:
     """Return the index of the strongest place with this field."""
-    return next((i for i, source in enumerate(sources) if source.fields.get(field) is not None), None)
+    return next(
+        (i for i, source in enumerate(sources) if source.fields.get(field) is not None), None
+    )
 
 
 def _check_naming(naming: Mapping[str, Any], source: Source, field: str) -> None:
@@ -88,10 +98,13 @@ def _check_naming(naming: Mapping[str, Any], source: Source, field: str) -> None
 
 
 def _refusal(fields: Mapping[str, Any]) -> RecipeError | None:
-    """Return the error if the backend, or for `auto` every backend it may choose, cannot honour these fields."""
+    """Return the error if the backend, or for `auto` every backend it may choose, cannot honour
+    these fields."""
     backends = [fields.get("backend", AUTO)]
     if backends[0].strip().lower() == AUTO:
-        backends = ["te", "native"] if importlib.util.find_spec("transformer_engine") else ["native"]
+        backends = (
+            ["te", "native"] if importlib.util.find_spec("transformer_engine") else ["native"]
+        )
     refusals = [refusal_of(backend, fields) for backend in backends]
     return None if None in refusals else refusals[0]
 
@@ -99,22 +112,31 @@ def _refusal(fields: Mapping[str, Any]) -> RecipeError | None:
 LAUNCH = "fp8-backends launch"
 
 
-def code_over_launch(handler: Any, launched: Mapping[str, Any], origin: str = LAUNCH) -> tuple[Recipe, str | None]:
-    """Merge a handler with the fields of a launch or of the environment (`origin`, for messages); a handler with
-    another backend ignores them. Return the recipe, and a warning in one line if the script overrides the launch. In
-    Accelerate's handlers, which fill in every field, a value equal to the default counts as not given."""
+def code_over_launch(
+    handler: Any, launched: Mapping[str, Any], origin: str = LAUNCH
+) -> tuple[Recipe, str | None]:
+    """Merge a handler with the fields of a launch or of the environment (`origin`, for messages); a
+    handler with another backend ignores them. Return the recipe, and a warning in one line if the
+    script overrides the launch. In Accelerate's handlers, which fill in every field, a value equal
+    to the default counts as not given."""
     name, recipe = type(handler).__name__, handler
     if not isinstance(handler, Recipe):  # Accelerate's: ours of the same name
         fields = {key: value for key, value in foreign_fields(handler).items() if value is not None}
-        ours = {"te": TERecipeKwargs, "msamp": MSAMPRecipeKwargs, "ao": AORecipeKwargs}[fields.pop("backend").lower()]
+        ours = {"te": TERecipeKwargs, "msamp": MSAMPRecipeKwargs, "ao": AORecipeKwargs}[
+            fields.pop("backend").lower()
+        ]
         if ours is MSAMPRecipeKwargs and fields.get("opt_level") == "O2":
             del fields["opt_level"]
         recipe = ours(**fields)
     launch_recipe = FP8RecipeKwargs(**launched)
-    if not _agree_on_backend(recipe, FP8RecipeKwargs(**{key: launched[key] for key in NAMING if key in launched})):
+    if not _agree_on_backend(
+        recipe, FP8RecipeKwargs(**{key: launched[key] for key in NAMING if key in launched})
+    ):
         warning = f"{name} in the script means {recipe.name}, {origin} said {_written(launched)}: "
         return recipe, warning + "the script's recipe is used, and alone"
-    fields = {key: value for key, value in recipe.to_kwargs().items() if (key, value) != ("backend", AUTO)}
+    fields = {
+        key: value for key, value in recipe.to_kwargs().items() if (key, value) != ("backend", AUTO)
+    }
     if launch_recipe.compute == AUTO != recipe.compute:
         fields.setdefault("backend", type(recipe).backend_name)
     code = Source(fields, {key: f"{key} of {name} in the script" for key in fields})
@@ -125,18 +147,21 @@ def code_over_launch(handler: Any, launched: Mapping[str, Any], origin: str = LA
     values = dict(launch_recipe.__dict__)
     if "scaling" in both:
         values["scaling"] = scaling_name(recipe.compute, values["scaling"], f"scaling of {origin}")
-    overridden = {key: launched.get(key, values[key]) for key in sorted(both) if values[key] != fields[key]}
+    overridden = {
+        key: launched.get(key, values[key]) for key in sorted(both) if values[key] != fields[key]
+    }
     warning = None
     if overridden:
         warning = (
-            f"{name} in the script says {_written({key: fields[key] for key in overridden})}, {origin} said "
-            f"{_written(overridden)}: the script's value is used"
+            f"{name} in the script says {_written({key: fields[key] for key in overridden})}, "
+            f"{origin} said {_written(overridden)}: the script's value is used"
         )
     return FP8RecipeKwargs(**merged([code, launch])), warning
 
 
 def _agree_on_backend(recipe: Recipe, launched: Recipe) -> bool:
-    """Return True if a script's recipe keeps the launch's backend. A recipe without a backend completes any."""
+    """Return True if a script's recipe keeps the launch's backend. A recipe without a backend
+    completes any."""
     if AUTO in (recipe.compute, launched.compute):
         return True
     given = recipe.to_kwargs()

@@ -1,6 +1,7 @@
 """Predict precision and bytes per converted weight element of a recipe.
 
-The rows are MS-AMP's table of optimization levels, extended by O0 and O4. `audit` measures live tensors instead.
+The rows are MS-AMP's table of optimization levels, extended by O0 and O4. `audit` measures live
+tensors instead.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class PrecisionPlan:
     weight: str
     """The weight in the model."""
     master_weight: str | None
-    """A copy of the weight in more precision, or INT8 residuals; None if the weight is its own master."""
+    """A copy of the weight in more precision, or INT8 residuals; None if the weight is its own
+    master."""
     weight_gradient: str
     """As stored; `released` if it is freed inside backward and takes no bytes."""
     optimizer_states: tuple[str, str]
@@ -35,16 +37,27 @@ class PrecisionPlan:
 
     def __str__(self) -> str:
         return (
-            f"GEMM {self.gemm}, comm {self.comm}, weight {self.weight}, master {self.master_weight or '-'}, "
-            f"gradient {self.weight_gradient}, Adam {'+'.join(self.optimizer_states)}: "
-            f"{self.bytes_per_element:g} bytes per weight element"
+            f"GEMM {self.gemm}, comm {self.comm}, weight {self.weight}, master "
+            f"{self.master_weight or '-'}, gradient {self.weight_gradient}, Adam "
+            f"{'+'.join(self.optimizer_states)}: {self.bytes_per_element:g} bytes per weight "
+            "element"
         )
 
     def _repr_html_(self) -> str:
-        headings = ("GEMM", "comm", "weight", "master", "gradient", "Adam", "bytes per weight element")
+        headings = (
+            "GEMM",
+            "comm",
+            "weight",
+            "master",
+            "gradient",
+            "Adam",
+            "bytes per weight element",
+        )
         states, bytes_ = "+".join(self.optimizer_states), f"{self.bytes_per_element:g}"
         stored = (self.weight, self.master_weight or "-", self.weight_gradient, states)
-        return as_html("What the recipe promises", [headings, (self.gemm, self.comm, *stored, bytes_)])
+        return as_html(
+            "What the recipe promises", [headings, (self.gemm, self.comm, *stored, bytes_)]
+        )
 
 
 # level: (comm, weight, master weight, weight gradient, Adam states)
@@ -64,13 +77,25 @@ def plan(spec: Spec = None) -> PrecisionPlan:
     """
     recipe = resolve(spec)
     comm, weight, master, gradient, states = LEVEL_ROWS[recipe.level]
-    stored = [weight, *states] + ([master] if master else []) + ([] if recipe.gradient_release else [gradient])
+    stored = (
+        [weight, *states]
+        + ([master] if master else [])
+        + ([] if recipe.gradient_release else [gradient])
+    )
     high_precision = compute_of(recipe).high_precision_products(recipe)
-    by_layers = dict.fromkeys(word if isinstance(word, str) else BF16 for word in (recipe.layers or {}).values())
+    by_layers = dict.fromkeys(
+        word if isinstance(word, str) else BF16 for word in (recipe.layers or {}).values()
+    )
     return PrecisionPlan(
         gemm=("NVFP4" if recipe.scaling == "nvfp4" else "FP8")
-        + (f" ({' '.join(high_precision)} {recipe.autocast_dtype.upper()})" if high_precision else "")
-        + "".join(f", {kind} {each.scaling} {each.fp8_format}" for kind, each in recipe.by_product.items())
+        + (
+            f" ({' '.join(high_precision)} {recipe.autocast_dtype.upper()})"
+            if high_precision
+            else ""
+        )
+        + "".join(
+            f", {kind} {each.scaling} {each.fp8_format}" for kind, each in recipe.by_product.items()
+        )
         + (f", by layers {', '.join(by_layers)}" if by_layers else ""),
         comm={"plain": "FP32", "fp8": "FP8", None: comm}[recipe.gradient_comm],
         weight=weight,

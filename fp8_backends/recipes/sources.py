@@ -1,5 +1,5 @@
-"""Read recipes of Accelerate, TransformerEngine, NeMo and Megatron, files and environments as fields of
-`FP8RecipeKwargs`. Objects are recognized by class name; no library is imported."""
+"""Read recipes of Accelerate, TransformerEngine, NeMo and Megatron, files and environments as
+fields of `FP8RecipeKwargs`. Objects are recognized by class name; no library is imported."""
 
 import collections
 import dataclasses
@@ -23,8 +23,9 @@ PREFIX = "ACCELERATE_FP8_"
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Return the keys of a YAML file, or of a JSON file by its ending. Raises `RecipeError`, with the file and PyYAML's
-    line, if it cannot be read, is no YAML or JSON in UTF-8, repeats a key in a block, or holds no keys."""
+    """Return the keys of a YAML file, or of a JSON file by its ending. Raises `RecipeError`, with
+    the file and PyYAML's line, if it cannot be read, is no YAML or JSON in UTF-8, repeats a key in
+    a block, or holds no keys."""
     kind = "JSON" if path.endswith(".json") else "YAML"
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -32,8 +33,11 @@ def read_file(path: str) -> dict[str, Any]:
     except OSError as error:
         where = f" in {Path.cwd()}" if isinstance(error, FileNotFoundError) else ""
         raise RecipeError(f"{shortened(path)}: {error.strerror or error}{where}") from None
-    except Exception as error:  # PyYAML raises any error for a value that contradicts its tag, such as `!!bool x`
-        reason = shortened(" ".join(str(error).split()).replace(' in "<unicode string>",', ","), 600)
+    # PyYAML raises any error for a value that contradicts its tag, such as `!!bool x`
+    except Exception as error:
+        reason = shortened(
+            " ".join(str(error).split()).replace(' in "<unicode string>",', ","), 600
+        )
         raise RecipeError(f"{shortened(path)} is no {kind} that can be read: {reason}") from None
     if not isinstance(values, Mapping):
         wanted = "a recipe, or a configuration file of Accelerate or Axolotl, is wanted"
@@ -75,23 +79,28 @@ def foreign_fields(spec: Any) -> dict[str, Any] | None:
             return _te_recipe_fields(spec, cls.__name__)
         if cls.__name__ in ("NVFP4BlockScaling", "CustomRecipe"):
             raise RecipeError(
-                f"TransformerEngine's {cls.__name__} is no FP8 recipe of this package: it has DelayedScaling, "
-                "Float8CurrentScaling, Float8BlockScaling and MXFP8BlockScaling. For NVFP4: native:nvfp4, experimental"
+                f"TransformerEngine's {cls.__name__} is no FP8 recipe of this package: it has "
+                "DelayedScaling, Float8CurrentScaling, Float8BlockScaling and MXFP8BlockScaling. "
+                "For NVFP4: native:nvfp4, experimental"
             )
     return None
 
 
-# Accelerate's handlers fill in every field, so a value equal to Accelerate's default counts as not given.
+# Accelerate's handlers fill in every field, so a value equal to Accelerate's default counts as not
+# given.
 
 
 def _accelerate_fields(handler: Any, backend: str | None) -> dict[str, Any]:
-    """Translate a handler; `backend` None: the deprecated one, which has the fields of both TE and MS-AMP."""
+    """Translate a handler; `backend` None: the deprecated one, which has the fields of both TE and
+    MS-AMP."""
     if backend == "ao":
         return _ao_fields(handler)
     names = [*(field.name for field in dataclasses.fields(RuleFields)), "opt_level"]
     given = {name: value for name in names if (value := getattr(handler, name, None)) is not None}
     fields = {
-        name: value for name, value in given.items() if FIELDS[name].parsed(value) != FIELDS[name].launcher_default
+        name: value
+        for name, value in given.items()
+        if FIELDS[name].parsed(value) != FIELDS[name].launcher_default
     }
     mxfp8 = {"scaling": "mxfp8"} if getattr(handler, "use_mxfp8_block_scaling", None) else {}
     return {"backend": backend or getattr(handler, "backend", None) or "te", **mxfp8, **fields}
@@ -100,7 +109,8 @@ def _accelerate_fields(handler: Any, backend: str | None) -> dict[str, Any]:
 def _ao_fields(handler: Any) -> dict[str, Any]:
     pad, gather = handler.pad_inner_dim, handler.enable_fsdp_float8_all_gather
     config = handler.config
-    # without the user's config, Accelerate builds one from the two options, and both default to True
+    # without the user's config, Accelerate builds one from the two options, and both default to
+    # True
     has_both = pad is not None and gather is not None
     if has_both and config == type(config)(pad_inner_dim=pad, enable_fsdp_float8_all_gather=gather):
         config, pad, gather = None, (None if pad else False), (None if gather else False)
@@ -123,7 +133,10 @@ _ACCELERATE_HANDLERS = {
 
 
 _TE_RECIPES = {
-    "DelayedScaling": ("delayed", ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")),
+    "DelayedScaling": (
+        "delayed",
+        ("fp8_format", "margin", "amax_history_len", "amax_compute_algo"),
+    ),
     "Float8CurrentScaling": ("dynamic", ("fp8_format",)),
     "Float8BlockScaling": ("blockwise", ("fp8_format",)),
     "MXFP8BlockScaling": ("mxfp8", ("fp8_format",)),
@@ -132,32 +145,42 @@ _TE_RECIPES = {
 
 _VARIABLE_INSTEAD = "TransformerEngine takes it for all recipes of a process from {} in the environment: set that to 1"
 _ATTENTION = (
-    "this package converts Linear layers, and attention stays the model's own, in high precision; for attention in FP8 "
-    "build it of TransformerEngine's DotProductAttention and enter its autocast yourself"
+    "this package converts Linear layers, and attention stays the model's own, in high precision; "
+    "for attention in FP8 build it of TransformerEngine's DotProductAttention and enter its "
+    "autocast yourself"
 )
 _WHY_NOT = {
     "fp8_dpa": _ATTENTION,
     "fp8_mha": _ATTENTION,
-    "scaling_factor_compute_algo": "with a function of your own TransformerEngine leaves its fused update; leave it "
-    "out, or give margin",
-    "reduce_amax": "each rank would keep scales of its own, and a checkpoint holds those of one; leave it True, which "
-    "on one rank is the same",
-    "backward_override": "TransformerEngine would run the backward products in high precision; for that use "
-    "native:delayed or native:dynamic with override_linear_precision=(False, True, True)",
+    "scaling_factor_compute_algo": "with a function of your own TransformerEngine leaves its fused "
+    "update; leave it out, or give margin",
+    "reduce_amax": "each rank would keep scales of its own, and a checkpoint holds those of one; "
+    "leave it True, which on one rank is the same",
+    "backward_override": "TransformerEngine would run the backward products in high precision; for "
+    "that use native:delayed or native:dynamic with override_linear_precision=(False, True, True)",
     "use_power_2_scales": _VARIABLE_INSTEAD.format("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"),
     "use_f32_scales": _VARIABLE_INSTEAD.format("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
 }
 
 
 def _te_recipe_fields(spec: Any, class_name: str) -> dict[str, Any]:
-    """Read the fields; refuse other attributes that differ from their class: `te` creates its own recipe of it."""
+    """Read the fields; refuse other attributes that differ from their class: `te` creates its own
+    recipe of it."""
     scaling, read = _TE_RECIPES[class_name]
     cls = type(spec)
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+    defaults = (
+        {field.name: field.default for field in dataclasses.fields(cls)}
+        if dataclasses.is_dataclass(cls)
+        else {}
+    )
     defaults["backward_override"] = None  # the class may read another value from the environment
     for name, value in vars(spec).items():
         default = defaults.get(name, getattr(cls, name, dataclasses.MISSING))
-        if name.startswith("_") or name in read or _holds(lambda value=value, default=default: value == default):
+        if (
+            name.startswith("_")
+            or name in read
+            or _holds(lambda value=value, default=default: value == default)
+        ):
             continue
         has = (
             "has no such field"
@@ -171,7 +194,8 @@ def _te_recipe_fields(spec: Any, class_name: str) -> dict[str, Any]:
 
 
 def _holds(comparison: Callable[[], Any], otherwise: bool = False) -> bool:
-    """Return the result of a comparison of arbitrary objects; `otherwise` if it has no truth value, as with arrays."""
+    """Return the result of a comparison of arbitrary objects; `otherwise` if it has no truth value,
+    as with arrays."""
     try:
         return bool(comparison())
     except Exception:
@@ -179,21 +203,26 @@ def _holds(comparison: Callable[[], Any], otherwise: bool = False) -> bool:
 
 
 LAUNCHED = "FP8_BACKENDS_RECIPE"
-"""Variable with the launched recipe for workers: JSON of given fields, percent-encoded for a remote shell."""
+"""Variable with the launched recipe for workers: JSON of given fields, percent-encoded for a remote
+shell."""
 
 _OVERRIDES = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
 """Accelerate's launcher exports `override_linear_precision` as these three."""
 
 
 def unknown_variable(
-    written: str, suffix: str, spelling: Callable[[str], str], names: Iterable[str] = tuple(VARIABLES)
+    written: str,
+    suffix: str,
+    spelling: Callable[[str], str],
+    names: Iterable[str] = tuple(VARIABLES),
 ) -> RecipeError:
-    """Return the error for a name without a field, as `written`; `spelling` spells a variable's name there."""
+    """Return the error for a name without a field, as `written`; `spelling` spells a variable's
+    name there."""
     objects = {field.own_suffix: field.name for field in FIELDS.values() if field.is_object}
     if field := objects.get(suffix):
         return RecipeError(
-            f"{written}: {field} takes a Python object, which no text can give: pass it in the script, "
-            f"Accelerator(kwargs_handlers=[fp8_backends.FP8RecipeKwargs({field}=...)])"
+            f"{written}: {field} takes a Python object, which no text can give: pass it in the "
+            f"script, Accelerator(kwargs_handlers=[fp8_backends.FP8RecipeKwargs({field}=...)])"
         )
     matches = difflib.get_close_matches(suffix, list(names), n=1, cutoff=0.5)
     hint = f" (did you mean {spelling(matches[0])!r}?)" if matches else ""
@@ -211,7 +240,8 @@ def environment_name(environ: Mapping[str, str] | None = None) -> str:
 
 
 def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the fields in `FP8_BACKENDS_RECIPE`, else in `ACCELERATE_FP8_*`, without the launcher's defaults."""
+    """Return the fields in `FP8_BACKENDS_RECIPE`, else in `ACCELERATE_FP8_*`, without the
+    launcher's defaults."""
     environ = os.environ if environ is None else environ
     if is_launched(environ):
         text = environ[LAUNCHED]
@@ -222,7 +252,10 @@ def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, An
         if not isinstance(given, dict):
             wanted = 'not a JSON object of recipe fields, such as {"backend": "native:rowwise"}'
             raise RecipeError(f"{wanted}: {shown(text)}")
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+        }
     texts = variables(environ)
     overrides = [texts.pop(suffix, "False") for suffix in _OVERRIDES]
     fields: dict[str, Any] = {}
@@ -235,16 +268,22 @@ def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, An
             continue
         if fields.setdefault(field.name, value) != value:
             raise RecipeError(
-                f"{PREFIX}{suffix}={shown(text)} disagrees with another variable that says {shown(fields[field.name])}"
+                f"{PREFIX}{suffix}={shown(text)} disagrees with another variable that says "
+                f"{shown(fields[field.name])}"
             )
     try:
         if any(flags := three_flags(overrides)):
             fields["override_linear_precision"] = flags
     except ValueError:
-        named = ", ".join(f"{suffix}={shortened(text)}" for suffix, text in zip(_OVERRIDES, overrides, strict=True))
+        named = ", ".join(
+            f"{suffix}={shortened(text)}"
+            for suffix, text in zip(_OVERRIDES, overrides, strict=True)
+        )
         raise RecipeError(
-            f"{named}: three bools are wanted, one of them False. Accelerate's launcher cuts a YAML string such as "
-            '"(false, false, false)" into letters: write a list, [false, false, false], or use fp8-backends launch'
+            f"{named}: three bools are wanted, one of them False. Accelerate's launcher cuts a "
+            "YAML string such as "
+            '"(false, false, false)" into letters: write a list, [false, false, false], or use '
+            "fp8-backends launch"
         ) from None
     if fields.get("backend", "").lower() == "no":
         del fields["backend"]
@@ -259,7 +298,9 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
         if not key.upper().startswith(PREFIX) or not text.strip():
             continue
         if texts.setdefault(suffix, text) != text:
-            raise RecipeError(f"{PREFIX}{suffix} is set twice, to {shown(texts[suffix])} and {shown(text)}")
+            raise RecipeError(
+                f"{PREFIX}{suffix} is set twice, to {shown(texts[suffix])} and {shown(text)}"
+            )
     return texts
 
 
@@ -277,9 +318,14 @@ class Source(NamedTuple):
 
 
 def add_field(
-    fields: dict[str, Any], places: dict[str, str], match: tuple[Field, Variable], value: Any, place: str
+    fields: dict[str, Any],
+    places: dict[str, str],
+    match: tuple[Field, Variable],
+    value: Any,
+    place: str,
 ) -> Any:
-    """Parse a value from `place` and add it; return it, None if not given. Raises `RecipeError` with the place."""
+    """Parse a value from `place` and add it; return it, None if not given. Raises `RecipeError`
+    with the place."""
     field, variable = match
     try:
         parsed = variable_value(field, variable, value)
@@ -293,18 +339,24 @@ def add_field(
 
 
 def file_source(path: str) -> Source:
-    """Read a recipe file, a mapping of fields (docs/launching.rst). Raises `RecipeError` with file and key."""
+    """Read a recipe file, a mapping of fields (docs/launching.rst). Raises `RecipeError` with file
+    and key."""
     path = path.strip()
     source = config_source(read_file(path), path, block="")
     if names_file(source.fields.get("backend")):
-        raise RecipeError(f"{source.places['backend']}: a recipe file names a backend, not another file")
+        raise RecipeError(
+            f"{source.places['backend']}: a recipe file names a backend, not another file"
+        )
     return source._replace(idle=frozenset(), selects_levels=True)
 
 
-def config_source(fp8_config: Mapping[str, Any] | None, source: str, block: str = "fp8_config.") -> Source:
-    """Read the `fp8_config` block of the Accelerate YAML file `source`, for `merging.merged`: Accelerate's keys, those
-    of `accelerate config`, and every field of a recipe, each with or without `fp8_` in front. Raises `RecipeError`,
-    with key and file, for an unknown key or an invalid value."""
+def config_source(
+    fp8_config: Mapping[str, Any] | None, source: str, block: str = "fp8_config."
+) -> Source:
+    """Read the `fp8_config` block of the Accelerate YAML file `source`, for `merging.merged`:
+    Accelerate's keys, those of `accelerate config`, and every field of a recipe, each with or
+    without `fp8_` in front. Raises `RecipeError`, with key and file, for an unknown key or an
+    invalid value."""
     if not isinstance(fp8_config or {}, Mapping):
         raise RecipeError(f"{source}: fp8_config must be a block of keys, not {shown(fp8_config)}")
     fields, places, idle = {}, {}, set()
@@ -315,23 +367,31 @@ def config_source(fp8_config: Mapping[str, Any] | None, source: str, block: str 
         field, variable = match
         if value is None or (field.name == "backend" and str(value).strip().upper() in ("", "NO")):
             continue
-        parsed = add_field(fields, places, match, value, f"{source}: {block}{shortened(str(key))}={shown(value)}")
+        parsed = add_field(
+            fields, places, match, value, f"{source}: {block}{shortened(str(key))}={shown(value)}"
+        )
         if parsed is not None and parsed in (variable.launcher_default, variable.question_default):
             idle.add(field.name)
     return Source(fields, places, frozenset(idle), selects_levels=False)
 
 
 def _key(suffix: str) -> str:
-    """Return the key of a variable in a file: the field's name, or the name that `accelerate config` writes."""
+    """Return the key of a variable in a file: the field's name, or the name that `accelerate
+    config` writes."""
     field, _ = VARIABLES[suffix]
     return field.name if suffix in field.name.upper() else suffix.lower()
 
 
-# NeMo, Megatron and Megatron-Bridge. Megatron's arguments may be written as on its command line (`--fp8-margin`).
-# Precision plug-ins of NeMo and Bridge (`bf16_with_fp8_mixed`, with hyphens too) may be a backend string, or the value
-# of `precision` or `mixed_precision`. An unsupported argument is refused by name, unless its value is falsy.
+# NeMo, Megatron and Megatron-Bridge. Megatron's arguments may be written as on its command line
+# (`--fp8-margin`). Precision plug-ins of NeMo and Bridge (`bf16_with_fp8_mixed`, with hyphens too)
+# may be a backend string, or the value of `precision` or `mixed_precision`. An unsupported argument
+# is refused by name, unless its value is falsy.
 
-NAMES = {synonym: (field, reads) for field in FIELDS.values() for synonym, reads in field.synonyms.items()}
+NAMES = {
+    synonym: (field, reads)
+    for field in FIELDS.values()
+    for synonym, reads in field.synonyms.items()
+}
 """Their names of our fields, each with the translation of values."""
 
 _GATHERED = "it belongs to Megatron's own gathering of FP8 weights: leave it out"
@@ -341,9 +401,12 @@ _NUMBERS = {"first": "num_layers_at_start_in_bf16", "last": "num_layers_at_end_i
 """Megatron reads them only with first_last_layers_bf16, and their default is 1."""
 
 REFUSED = {
-    **dict.fromkeys(("fp8_dpa", "fp8_dot_product_attention", "fp8_mha", "fp8_multi_head_attention"), _ATTENTION),
+    **dict.fromkeys(
+        ("fp8_dpa", "fp8_dot_product_attention", "fp8_mha", "fp8_multi_head_attention"), _ATTENTION
+    ),
     "tp_only_amax_red": "all ranks share their amaxes; te:dynamic needs none of other ranks",
-    "fp8_quantizer_factory": "quantizers of your own are no recipe of this package: register a backend instead",
+    "fp8_quantizer_factory": "quantizers of your own are no recipe of this package: register a "
+    "backend instead",
     "keep_fp8_weight_transpose_cache": _GATHERED,
     "keep_fp8_transpose_cache": _GATHERED,
     "keep_fp8_transpose_cache_when_using_custom_fsdp": _GATHERED,
@@ -353,7 +416,12 @@ REFUSED = {
 }
 """Unsupported FP8 arguments, each with the alternative."""
 
-_DELAYED = {"scaling": "delayed", "fp8_format": "HYBRID", "amax_history_len": 1024, "amax_compute_algo": "max"}
+_DELAYED = {
+    "scaling": "delayed",
+    "fp8_format": "HYBRID",
+    "amax_history_len": 1024,
+    "amax_compute_algo": "max",
+}
 PLUGINS = {
     "with_fp8_mixed": _DELAYED,
     "with_fp8_delayed_scaling_mixed": _DELAYED,
@@ -365,20 +433,28 @@ PLUGINS = {
     "with_fp8_subchannel_scaling_mixed": {"scaling": "blockwise", "fp8_format": "HYBRID"},
     "with_mxfp8_mixed": {"scaling": "mxfp8", "fp8_format": "E4M3"},
 }
-"""Precision plug-ins by name without bf16_ or fp16_. They also gather weights in FP8, which changes no product."""
+"""Precision plug-ins by name without bf16_ or fp16_. They also gather weights in FP8, which changes
+no product."""
 
 
 def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Translate NeMo's and Megatron's names; return fields, and True if any was translated. Raises `RecipeError`."""
+    """Translate NeMo's and Megatron's names; return fields, and True if any was translated. Raises
+    `RecipeError`."""
     plain = {_plain(name): value for name, value in values.items()}
     if len(plain) < len(values):
         spelled = collections.Counter(map(_plain, values))
-        raise RecipeError(f"{shortened(spelled.most_common(1)[0][0])} is given twice, in two spellings: leave one out")
+        raise RecipeError(
+            f"{shortened(spelled.most_common(1)[0][0])} is given twice, in two spellings: leave "
+            "one out"
+        )
     plugin = _plugin_fields(plain) | _blocks_in_bf16(plain)
     theirs = {name: value for name, value in plain.items() if name in NAMES or name in REFUSED}
     fields = {name: value for name, value in plain.items() if name not in theirs}
     if "fp8" in theirs and not _holds(lambda: theirs["fp8"], otherwise=True):
-        raise RecipeError(f"fp8={shown(theirs['fp8'])} turns FP8 off in NeMo: train in bf16, or say 'hybrid' or 'e4m3'")
+        raise RecipeError(
+            f"fp8={shown(theirs['fp8'])} turns FP8 off in NeMo: train in bf16, or say 'hybrid' or "
+            "'e4m3'"
+        )
     for name, value in theirs.items():
         if name in REFUSED and _holds(lambda value=value: value, otherwise=True):
             raise RecipeError(f"{name}={shown(value)} cannot be honoured: {REFUSED[name]}")
@@ -391,9 +467,12 @@ def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         except ValueError as error:
             raise RecipeError(f"{name}: {error}") from None
         present = fields.get(field.name)
-        if present is not None and not _holds(lambda present=present, pair=(value, meant): present in pair):
+        if present is not None and not _holds(
+            lambda present=present, pair=(value, meant): present in pair
+        ):
             raise RecipeError(
-                f"{name}={shown(value)} and {field.name}={shown(present)} are two names of one field: leave one out"
+                f"{name}={shown(value)} and {field.name}={shown(present)} are two names of one "
+                "field: leave one out"
             )
         fields[field.name] = meant
     given = {name: value for name, value in fields.items() if value is not None}
@@ -411,12 +490,18 @@ def _blocks_in_bf16(plain: dict[str, Any]) -> dict[str, Any]:
     """Remove Megatron's first and last layers in bf16 from `plain` and return them as `layers`."""
     numbers = {name: plain.pop(theirs, None) for name, theirs in _NUMBERS.items()}
     if _BLOCKS_IN_BF16 not in plain and any(numbers.values()):
-        raise RecipeError(f"{' and '.join(_NUMBERS.values())} count only with {_BLOCKS_IN_BF16}=True")
+        raise RecipeError(
+            f"{' and '.join(_NUMBERS.values())} count only with {_BLOCKS_IN_BF16}=True"
+        )
     if not parsed(_BLOCKS_IN_BF16, flag, plain.pop(_BLOCKS_IN_BF16, False)):
         return {}
     if plain.get("layers") is not None:
-        raise RecipeError(f"{_BLOCKS_IN_BF16} and layers both name layers: write first and last in layers")
-    blocks = {name: 1 if number is None else number for name, number in numbers.items() if number != 0}
+        raise RecipeError(
+            f"{_BLOCKS_IN_BF16} and layers both name layers: write first and last in layers"
+        )
+    blocks = {
+        name: 1 if number is None else number for name, number in numbers.items() if number != 0
+    }
     return {"layers": blocks} if blocks else {}
 
 
@@ -439,6 +524,6 @@ def _plugin_fields(plain: dict[str, Any]) -> dict[str, Any]:
         return {**PLUGINS[rest], "autocast_dtype": dtype}
     names = [f"{dtype}_{rest}" for dtype in ("bf16", "fp16") for rest in PLUGINS]
     raise RecipeError(
-        f"{written} is no FP8 precision of NeMo's or Megatron-Bridge's{closest(f'{dtype}_{rest}', names)}; "
-        f"known are {', '.join(names)}"
+        f"{written} is no FP8 precision of NeMo's or "
+        f"Megatron-Bridge's{closest(f'{dtype}_{rest}', names)}; known are {', '.join(names)}"
     )

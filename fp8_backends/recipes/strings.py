@@ -27,7 +27,8 @@ class BackendName(NamedTuple):
 
 
 def parse_backend(text: str) -> BackendName:
-    """Split a backend string; a level without a number is "". Raises `RecipeError` with the nearest names."""
+    """Split a backend string; a level without a number is "". Raises `RecipeError` with the nearest
+    names."""
     word = text.strip().lower()
     if word == AUTO:
         return BackendName(AUTO)
@@ -36,16 +37,24 @@ def parse_backend(text: str) -> BackendName:
     if plus:
         mode, colon, level_word = tail.partition(":")
         if mode not in MSAMP:
-            raise RecipeError(f"{shown(text)}: only '+msamp[:LEVEL]' may follow a compute, not {shown('+' + tail)}")
+            raise RecipeError(
+                f"{shown(text)}: only '+msamp[:LEVEL]' may follow a compute, not "
+                f"{shown('+' + tail)}"
+            )
         level = level_name(level_word, shown(text)) if colon else ""
     name, colon, rest = head.partition(":")
     if name in MSAMP:
         if plus:
-            raise RecipeError(f"{shown(text)}: msamp stands for native:window+msamp, so it takes no second '+msamp'")
+            raise RecipeError(
+                f"{shown(text)}: msamp stands for native:window+msamp, so it takes no second "
+                "'+msamp'"
+            )
         return BackendName(*_MSAMP_MEANS, level_name(rest, shown(text)) if colon else "")
     name = registry.ALIASES.get(name, name)
     if name == AUTO:
-        raise RecipeError(f"{shown(text)}: auto stands alone; name a compute: {', '.join(registry.valid_names())}")
+        raise RecipeError(
+            f"{shown(text)}: auto stands alone; name a compute: {', '.join(registry.valid_names())}"
+        )
     if not registry.is_known(name):
         raise registry.unknown_backend(text)
     return BackendName(name, scaling_name(name, rest, shown(text)) if colon else None, level)
@@ -57,7 +66,8 @@ def names_file(backend: Any) -> bool:
 
 
 def names_backend(precision: Any) -> bool:
-    """Return True if a mixed precision is a backend string or file. Raises `RecipeError` for an unknown string."""
+    """Return True if a mixed precision is a backend string or file. Raises `RecipeError` for an
+    unknown string."""
     if names_file(precision):
         return True
     word = precision.strip().lower() if isinstance(precision, str) else ""
@@ -67,23 +77,27 @@ def names_backend(precision: Any) -> bool:
 
 
 def canonical_name(compute: str, scaling: str, level: str | None) -> str:
-    """Write a backend in its one spelling, such as `te:delayed+msamp:O2`. `level` None: the string names none."""
+    """Write a backend in its one spelling, such as `te:delayed+msamp:O2`. `level` None: the string
+    names none."""
     if level is not None and (compute, scaling) == _MSAMP_MEANS:
         return f"msamp:{level}"
     return f"{compute}:{scaling}" + (f"+msamp:{level}" if level is not None else "")
 
 
 def level_name(word: str, place: str) -> str:
-    """Return the level, O0 to O4. Raises `RecipeError` that begins with `place`, the source of the word."""
+    """Return the level, O0 to O4. Raises `RecipeError` that begins with `place`, the source of the
+    word."""
     if not isinstance(word, str) or word.strip().upper() not in LEVELS:
         raise RecipeError(
-            f"{place}: unknown level {shown(word)}; msamp has {', '.join(LEVELS)} (default {DEFAULT_LEVEL})"
+            f"{place}: unknown level {shown(word)}; msamp has {', '.join(LEVELS)} (default "
+            f"{DEFAULT_LEVEL})"
         )
     return word.strip().upper()
 
 
 def scaling_name(compute: str, word: Any, place: str) -> str:
-    """Return this backend's name of a scaling rule; any word for `auto`. `place`: the source of the word."""
+    """Return this backend's name of a scaling rule; any word for `auto`. `place`: the source of the
+    word."""
     if not isinstance(word, str):
         raise RecipeError(f"{place}: the name of a scaling rule is wanted, such as 'delayed'")
     word = word.strip().lower()
@@ -95,7 +109,11 @@ def scaling_name(compute: str, word: Any, place: str) -> str:
         name = next((name for name in _PER_TENSOR if name in backend.scalings), word)
     if name in backend.scalings or name in backend.unnamed_scalings:
         return name
-    valid = ", ".join(f"{rule} (default)" if rule == backend.default_scaling else rule for rule in backend.scalings)
+    valid = ", ".join(
+        f"{rule} (default)" if rule == backend.default_scaling else rule
+        for rule in backend.scalings
+    )
     raise RecipeError(
-        f"{place}: {compute} has no scaling {shown(word)}{closest(word, backend.scalings)}; it has {valid}"
+        f"{place}: {compute} has no scaling {shown(word)}{closest(word, backend.scalings)}; it has "
+        f"{valid}"
     )

@@ -5,7 +5,13 @@ from dataclasses import replace
 
 from ..errors import RecipeError
 from .chips import CHIP_RULES, TE_RULES
-from .engines import COMPILATION_RULES, ENGINE_RULES, OPTIMIZER_RULES, RELEASE_RULES, TENSOR_PARALLEL_RULES
+from .engines import (
+    COMPILATION_RULES,
+    ENGINE_RULES,
+    OPTIMIZER_RULES,
+    RELEASE_RULES,
+    TENSOR_PARALLEL_RULES,
+)
 from .models import MODEL_RULES
 from .setup import Compiled, Machine, Parallel, Rule, Setup, Severity
 
@@ -30,9 +36,14 @@ def refuse(setup: Setup, rules: Iterable[Rule] = tuple(RULES.values())) -> None:
             raise refusal(rule.name, each)
 
 
-def applying(setup: Setup, rules: Iterable[Rule] = tuple(RULES.values())) -> Iterator[tuple[Rule, Setup]]:
+def applying(
+    setup: Setup, rules: Iterable[Rule] = tuple(RULES.values())
+) -> Iterator[tuple[Rule, Setup]]:
     """Yield each rule that applies, with the setup, or the same with another recipe of `layers`."""
-    others = [replace(setup, recipe=recipe, linear_sizes=(), expected=None) for recipe in setup.recipe.recipes[1:]]
+    others = [
+        replace(setup, recipe=recipe, linear_sizes=(), expected=None)
+        for recipe in setup.recipe.recipes[1:]
+    ]
     for rule in rules:
         if (each := next(filter(rule.applies, (setup, *others)), None)) is not None:
             yield rule, each

@@ -6,7 +6,8 @@ from ..compute.chips import EMULATED, NOTES, REFUSED, ROWWISE_CPU_TORCH, describ
 from .setup import Setup, error, warning
 
 TORCH = (2, 11), (2, 15)
-"""The oldest PyTorch in this package's tests (`install_requires`), and the newest with code for a GPU looked at."""
+"""The oldest PyTorch in this package's tests (`install_requires`), and the newest with code for a
+GPU looked at."""
 CUDA = (12, 4)
 """The oldest CUDA for FP8 training according to Axolotl and TorchAO."""
 
@@ -25,7 +26,9 @@ def _emulated_or_refused(setup: Setup) -> str:
     names: dict[str, list[str]] = {EMULATED: [], REFUSED: []}
     for row in described(setup.machine.chip, setup.machine.cuda)["products"]:
         names.get(row["state"], []).extend(row["backends"])
-    return "; ".join(f"{state}: {', '.join(backends)}" for state, backends in names.items() if backends)
+    return "; ".join(
+        f"{state}: {', '.join(backends)}" for state, backends in names.items() if backends
+    )
 
 
 def _asked_for_16_bits(setup: Setup) -> str:
@@ -39,19 +42,23 @@ CHIP_RULES = (
     warning(
         "no_fp8_hardware",
         lambda s: not s.machine.chip.fp8 and (_emulated_or_refused(s) or True),
-        "no FP8 hardware here: bf16 or FP32 products of the same codes stand in for FP8 ones, slower than bf16",
+        "no FP8 hardware here: bf16 or FP32 products of the same codes stand in for FP8 ones, "
+        "slower than bf16",
         'train with mixed_precision="bf16" for speed; FP8 here is for checking a recipe',
     ),
     warning(
         "slow_autocast",
         lambda s: not s.machine.bf16_products and _asked_for_16_bits(s),
-        "this CPU has no fast products of 16 bits: bf16 or fp16 around FP8 takes from 7 to 1,000 times as long as FP32",
-        "leave autocast_dtype out (in TrainingArguments: bf16=False, fp16=False; in DeepSpeed's configuration: "
-        "bf16.enabled false), and FP32 runs around FP8 here",
+        "this CPU has no fast products of 16 bits: bf16 or fp16 around FP8 takes from 7 to 1,000 "
+        "times as long as FP32",
+        "leave autocast_dtype out (in TrainingArguments: bf16=False, fp16=False; in DeepSpeed's "
+        "configuration: bf16.enabled false), and FP32 runs around FP8 here",
     ),
     warning(
         "emulated_here",
-        lambda s: s.machine.chip.fp8 and s.state == EMULATED and (str(NOTES.get(s.cell.note, "")) or True),
+        lambda s: (
+            s.machine.chip.fp8 and s.state == EMULATED and (str(NOTES.get(s.cell.note, "")) or True)
+        ),
         "this chip has other FP8 products than this recipe's: they are emulated, slower than bf16",
         "use a recipe with FP8 in the list of `fp8-backends doctor` for this chip",
     ),
@@ -61,13 +68,19 @@ CHIP_RULES = (
             len(set(s.machine.capabilities)) > 1
             and "capabilities " + ", ".join(map(release, sorted(set(s.machine.capabilities))))
         ),
-        "the GPUs here differ: limits of the oldest apply to all, and the ranks wait for the slowest",
+        "the GPUs here differ: limits of the oldest apply to all, and the ranks wait for the "
+        "slowest",
         "choose GPUs of one kind with CUDA_VISIBLE_DEVICES",
     ),
     warning(
         "cuda_before_12_4",
-        lambda s: s.machine.chip.fp8 and (s.machine.cuda or CUDA) < CUDA and f"CUDA {release(s.machine.cuda)}",
-        "FP8 training is known to work from CUDA 12.4 on, and this PyTorch was built for an older one",
+        lambda s: (
+            s.machine.chip.fp8
+            and (s.machine.cuda or CUDA) < CUDA
+            and f"CUDA {release(s.machine.cuda)}"
+        ),
+        "FP8 training is known to work from CUDA 12.4 on, and this PyTorch was built for an older "
+        "one",
         "install a PyTorch for a newer CUDA",
     ),
     warning(
@@ -102,18 +115,24 @@ def _te_is_refused(*notes: str, names_cuda: bool = False) -> Callable[[Setup], b
 
 TE_RULES = (
     error(
-        "te_without_nvidia_gpu", lambda s: s.recipe.compute == "te" and not s.machine.capabilities, *NOTES["te-nvidia"]
+        "te_without_nvidia_gpu",
+        lambda s: s.recipe.compute == "te" and not s.machine.capabilities,
+        *NOTES["te-nvidia"],
     ),
     error("te_before_fp8", _te_is_refused("te-8.9"), *NOTES["te-8.9"]),
     error("te_ada_libraries", _te_is_refused("ada", names_cuda=True), *NOTES["ada"]),
     error("te_block_chip", _te_is_refused("block-9.0"), *NOTES["block-9.0"]),
-    error("te_block_cuda", _te_is_refused("block-cuda", "block-blackwell", names_cuda=True), *NOTES["block-cuda"]),
+    error(
+        "te_block_cuda",
+        _te_is_refused("block-cuda", "block-blackwell", names_cuda=True),
+        *NOTES["block-cuda"],
+    ),
     error("te_mxfp8_chip", _te_is_refused("mxfp8"), *NOTES["mxfp8"]),
     error(
         "te_backward_in_high_precision",
         lambda s: s.recipe.compute == "te" and bool(s.machine.backward_override),
-        "NVTE_BACKWARD_OVERRIDE in the environment takes TransformerEngine's backward products out of FP8, or, with "
-        "delayed scaling, stops it",
+        "NVTE_BACKWARD_OVERRIDE in the environment takes TransformerEngine's backward products out "
+        "of FP8, or, with delayed scaling, stops it",
         "unset NVTE_BACKWARD_OVERRIDE",
     ),
 )

@@ -1,4 +1,5 @@
-"""Limits of models, and layers that gain little in FP8, as `compute.rates` predicts (docs/speed.rst).
+"""Limits of models, and layers that gain little in FP8, as `compute.rates` predicts
+(docs/speed.rst).
 
 Source of the least share: Accelerate's documentation of TransformerEngine.
 """
@@ -34,7 +35,9 @@ def _unaligned(name: str, size: int | None, recipe: Recipe) -> str:
 
 def _unpadded(setup: Setup) -> str:
     reasons = setup.expected.high_precision if setup.expected else {}
-    return listed((name for name, reason in reasons.items() if reason and "cannot pad" in reason), 3)
+    return listed(
+        (name for name, reason in reasons.items() if reason and "cannot pad" in reason), 3
+    )
 
 
 def _reasons(setup: Setup) -> str:
@@ -43,16 +46,23 @@ def _reasons(setup: Setup) -> str:
 
 def _leaves_tokens(setup: Setup) -> bool:
     config = setup.recipe.config
-    unpadded = setup.recipe.pad_inner_dim is False or (config is not None and not config.pad_inner_dim)
+    unpadded = setup.recipe.pad_inner_dim is False or (
+        config is not None and not config.pad_inner_dim
+    )
     return setup.recipe.compute == "ao" and unpadded
 
 
 MODEL_RULES = (
     error(
         "nothing_in_fp8",
-        lambda s: s.expected is not None and not s.expected.converted and (_reasons(s) or "it has no Linear"),
+        lambda s: (
+            s.expected is not None
+            and not s.expected.converted
+            and (_reasons(s) or "it has no Linear")
+        ),
         "no layer of this model can run in FP8",
-        "look at the reasons, and at include and exclude; train a model without Linear layers in bf16",
+        "look at the reasons, and at include and exclude; train a model without Linear layers in "
+        "bf16",
     ),
     warning(
         "minority_in_fp8",
@@ -68,9 +78,10 @@ MODEL_RULES = (
     warning(
         "small_layers",
         lambda s: _gain(s, 0, 1),
-        "the layers for FP8 are too small: casting to FP8 is predicted to cost more than its products save, even "
-        "compiled",
-        "train in bf16, give FP8 a larger model or more tokens at a time; fp8-backends estimate times the whole step",
+        "the layers for FP8 are too small: casting to FP8 is predicted to cost more than its "
+        "products save, even compiled",
+        "train in bf16, give FP8 a larger model or more tokens at a time; fp8-backends estimate "
+        "times the whole step",
     ),
     info(
         "modest_gain",
@@ -81,42 +92,55 @@ MODEL_RULES = (
     info(
         "layers_off_16",
         _unpadded,
-        "te and ao cannot pad a layer: features other than multiples of 16 (te:mxfp8: 32) keep it in high precision",
+        "te and ao cannot pad a layer: features other than multiples of 16 (te:mxfp8: 32) keep it "
+        "in high precision",
         "use native: it pads; or make the sizes multiples",
     ),
     info(
         "vocabulary_off_16",
         lambda s: (
             s.recipe.compute in ("te", "ao")
-            and (s.expected is None or any(p.out_features == s.vocab_size for p in s.expected.products))
+            and (
+                s.expected is None
+                or any(p.out_features == s.vocab_size for p in s.expected.products)
+            )
             and _unaligned("vocab_size", s.vocab_size, s.recipe)
         ),
-        "te and ao cannot pad the vocabulary to a multiple of 16 (te:mxfp8: 32), so the output head stays in high "
-        "precision, even if include names it",
-        "model.resize_token_embeddings(n, pad_to_multiple_of=64), or include the head with native: it pads",
+        "te and ao cannot pad the vocabulary to a multiple of 16 (te:mxfp8: 32), so the output "
+        "head stays in high precision, even if include names it",
+        "model.resize_token_embeddings(n, pad_to_multiple_of=64), or include the head with native: "
+        "it pads",
     ),
     info(
         "tokens_off_16",
-        lambda s: not _leaves_tokens(s) and _unaligned("sequence length", s.sequence_length, s.recipe),
-        "the weight gradient's product runs over the tokens of a batch: unless they are a multiple of 16 (mxfp8: "
-        "32), each step pads them, with one more copy of activations and gradients (te pads the forward's rows too)",
+        lambda s: (
+            not _leaves_tokens(s) and _unaligned("sequence length", s.sequence_length, s.recipe)
+        ),
+        "the weight gradient's product runs over the tokens of a batch: unless they are a multiple "
+        "of 16 (mxfp8: 32), each step pads them, with one more copy of activations and gradients "
+        "(te pads the forward's rows too)",
         "pad sequences to a multiple (pad_to_multiple_of of transformers' collators)",
     ),
     error(
         "tokens_unpadded",
         lambda s: (
-            s.machine.has_gpu and _leaves_tokens(s) and _unaligned("sequence length", s.sequence_length, s.recipe)
+            s.machine.has_gpu
+            and _leaves_tokens(s)
+            and _unaligned("sequence length", s.sequence_length, s.recipe)
         ),
-        "the weight gradient's product runs over the tokens of a batch, a multiple of 16 on a GPU, and "
-        "pad_inner_dim=False leaves them as they are",
+        "the weight gradient's product runs over the tokens of a batch, a multiple of 16 on a GPU, "
+        "and pad_inner_dim=False leaves them as they are",
         "leave pad_inner_dim out (it pads), or pad sequences to a multiple of 16",
     ),
     error("fp8_params_trains", lambda s: s.recipe.fp8_params and s.linear_trains, *TRAINS),
-    error("fp8_checkpoint_trains", lambda s: listed(s.codes_that_train, 3), *quantized_layers.TRAINS),
+    error(
+        "fp8_checkpoint_trains", lambda s: listed(s.codes_that_train, 3), *quantized_layers.TRAINS
+    ),
     warning(
         "quantized_base",
         lambda s: bool(s.quantized_base),
-        "bitsandbytes multiplies its 4-bit or 8-bit layers itself: only other layers, such as adapters, can run in FP8",
+        "bitsandbytes multiplies its 4-bit or 8-bit layers itself: only other layers, such as "
+        "adapters, can run in FP8",
         "load the base model in bf16 for FP8 products, or keep the 4 or 8 bits and train in bf16",
     ),
 )

@@ -26,7 +26,8 @@ from ..words import listed
 
 
 def check_machine(recipe: Recipe) -> None:
-    """Raise `BackendUnavailableError` or `RecipeError` for a recipe that cannot run here, or lacks a feature."""
+    """Raise `BackendUnavailableError` or `RecipeError` for a recipe that cannot run here, or lacks
+    a feature."""
     if recipe.implementation == "original":
         original.check(recipe)
     else:
@@ -35,13 +36,17 @@ def check_machine(recipe: Recipe) -> None:
 
 
 def check_model(model: nn.Module, recipe: Recipe) -> None:
-    """Refuse a recipe that cannot run on this machine, or a model that this recipe cannot convert in its state."""
+    """Refuse a recipe that cannot run on this machine, or a model that this recipe cannot convert
+    in its state."""
     check_machine(recipe)
     features.run("check_recipe", recipe)
     quantized_layers.check(model, recipe, compute_of(recipe))
-    if torch.is_inference_mode_enabled() or any(not is_lazy(p) and p.is_inference() for p in model.parameters()):
+    if torch.is_inference_mode_enabled() or any(
+        not is_lazy(p) and p.is_inference() for p in model.parameters()
+    ):
         raise FP8BackendError(
-            "tensors of torch.inference_mode() can never train: build and prepare the model outside (it may run inside)"
+            "tensors of torch.inference_mode() can never train: build and prepare the model "
+            "outside (it may run inside)"
         )
     check_sharing(model, rules.Setup(recipe, rules.Machine.this()))
     if recipe.level == "O0":
@@ -54,39 +59,53 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
         order = "fully_shard, then prepare(model, optimizer, spec)"
     else:
         return
-    raise FP8BackendError(f"level {recipe.level} {reason}: prepare(model, None, spec) first, then {order}")
+    raise FP8BackendError(
+        f"level {recipe.level} {reason}: prepare(model, None, spec) first, then {order}"
+    )
 
 
 def check_sharing(model: nn.Module, setup: rules.Setup) -> None:
     """Raise `RecipeError` if ranks share layers of the model and this setup does not support it."""
     if (ranks := fsdp2.ranks_sharing_layers(model)) > 1:
-        holders = (module for module in model.modules() if any(map(is_distributed, module._parameters.values())))
+        holders = (
+            module
+            for module in model.modules()
+            if any(map(is_distributed, module._parameters.values()))
+        )
         whole_layers = all(any(features.run("has_whole_layers", module)) for module in holders)
         shared = replace(setup, tensor_parallel=ranks, whole_layers=whole_layers)
         rules.refuse(shared, rules.TENSOR_PARALLEL_RULES)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Refuse a recipe that cannot run on this machine, or an optimizer that `convert_optimizer` would refuse."""
+    """Refuse a recipe that cannot run on this machine, or an optimizer that `convert_optimizer`
+    would refuse."""
     registry.check_available(recipe)
     if recipe.level != "O0":
         optimizers.check(unwrapped(optimizer), levels.state_rule(recipe))
 
 
-def check_trains(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], recipe: Recipe) -> None:
-    """Raise `FP8BackendError` (or warn, by `on_unproven`) for models that would not train: no optimizer holds their
-    parameters, or one holds weights from before ranks shared them, or the weights are offloaded."""
+def check_trains(
+    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], recipe: Recipe
+) -> None:
+    """Raise `FP8BackendError` (or warn, by `on_unproven`) for models that would not train: no
+    optimizer holds their parameters, or one holds weights from before ranks shared them, or the
+    weights are offloaded."""
     models, optimizers = list(models), list(map(unwrapped, optimizers))
     stepped = {id(p) for optimizer in optimizers for p in getattr(optimizer, "state", ())}
     new = (p for model in models if not prepared_roots(model) for p in model.parameters())
-    if any(each.scaling == "delayed" for each in recipe.recipes) and any(id(p) in stepped for p in new):
+    if any(each.scaling == "delayed" for each in recipe.recipes) and any(
+        id(p) in stepped for p in new
+    ):
         logger.warning(
-            "%s: the optimizer has stepped already, and delayed scales begin at 1. To resume a run, prepare model and "
-            "optimizer first, then load their state dicts",
+            "%s: the optimizer has stepped already, and delayed scales begin at 1. To resume a "
+            "run, prepare model and optimizer first, then load their state dicts",
             recipe.name,
         )
     held = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
-    message = _offloaded_in_training(models) or _unknown_to(held, models) or _shared_after(held, models)
+    message = (
+        _offloaded_in_training(models) or _unknown_to(held, models) or _shared_after(held, models)
+    )
     if message is not None:
         proof.refuse_unproven(message, recipe)
 
@@ -95,11 +114,14 @@ def _offloaded_in_training(models: list[nn.Module]) -> str | None:
     for model in models:
         offloaded = offloaded_modules(model)
         for name, module in model.named_modules() if offloaded else ():
-            if id(module) in offloaded and any(p.requires_grad for p in module.parameters(recurse=False)):
+            if id(module) in offloaded and any(
+                p.requires_grad for p in module.parameters(recurse=False)
+            ):
                 return (
-                    f"{plain_name(name) or type(module).__name__} is offloaded (cpu_offload, disk_offload, or a "
-                    "device_map), so it would not train: Accelerate's hooks drop its copy after each forward. "
-                    "Freeze it, or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+                    f"{plain_name(name) or type(module).__name__} is offloaded (cpu_offload, "
+                    "disk_offload, or a device_map), so it would not train: Accelerate's hooks "
+                    "drop its copy after each forward. Freeze it, or call "
+                    "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
                 )
     return None
 
@@ -109,8 +131,8 @@ def _unknown_to(held: dict[int, torch.Tensor], models: list[nn.Module]) -> str |
         return None
     names = ", ".join(dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models))
     return (
-        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not train: make it from "
-        "this model's parameters()"
+        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not "
+        "train: make it from this model's parameters()"
     )
 
 
@@ -125,6 +147,6 @@ def _shared_after(held: dict[int, torch.Tensor], models: list[nn.Module]) -> str
     if not names:
         return None
     return (
-        f"the optimizer was made before ranks shared {listed(names)}, so these would not train: make it after "
-        "parallelize_module"
+        f"the optimizer was made before ranks shared {listed(names)}, so these would not train: "
+        "make it after parallelize_module"
     )

@@ -32,9 +32,12 @@ class Machine:
     bf16_products: bool = True
     """The GPU, or a CPU that trains, multiplies bf16 in hardware."""
     own_scaled_mm: bool = True
-    """PyTorch itself computes the FP8 products of a CPU that trains; otherwise this package does, rowwise ones too."""
+    """PyTorch itself computes the FP8 products of a CPU that trains; otherwise this package does,
+    rowwise ones too."""
     torch: tuple[int, int] = field(default_factory=hardware.torch_release)
-    backward_override: str = field(default_factory=lambda: os.environ.get("NVTE_BACKWARD_OVERRIDE", ""))
+    backward_override: str = field(
+        default_factory=lambda: os.environ.get("NVTE_BACKWARD_OVERRIDE", "")
+    )
 
     @property
     def has_gpu(self) -> bool:
@@ -51,13 +54,16 @@ class Machine:
         """Return a machine with this chip, a name for `chips.product_named`, and new libraries."""
         product = chips.product_named(name)
         capabilities = (product.gpu,) if isinstance(product.gpu, tuple) else ()
-        return cls(product.chip, capabilities, bf16_products=product.gpu is not None or hardware.cpu_bf16())
+        return cls(
+            product.chip, capabilities, bf16_products=product.gpu is not None or hardware.cpu_bf16()
+        )
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A recipe on a machine, with a model and its surroundings. None means unknown, and matches no rule. `validate`
-    explains the fields it has as arguments. Raises `RecipeError` for an unknown word."""
+    """A recipe on a machine, with a model and its surroundings. None means unknown, and matches no
+    rule. `validate` explains the fields it has as arguments. Raises `RecipeError` for an unknown
+    word."""
 
     recipe: Recipe
     machine: Machine
@@ -115,8 +121,11 @@ class Setup:
 
     @property
     def state(self) -> chips.State | None:
-        """The same with the machine's CUDA and PyTorch, unless new enough: "FP8", "emulated" or "refused"."""
-        return self.cell and self.cell.state_with(self.machine.cuda, self.machine.cuda and self.machine.torch)
+        """The same with the machine's CUDA and PyTorch, unless new enough: "FP8", "emulated" or
+        "refused"."""
+        return self.cell and self.cell.state_with(
+            self.machine.cuda, self.machine.cuda and self.machine.torch
+        )
 
 
 class Rule(NamedTuple):
@@ -125,7 +134,8 @@ class Rule(NamedTuple):
     """True if `refuse` raises the rule where it applies."""
     name: str
     applies: Callable[[Setup], bool | str]
-    """A false value if the rule does not apply; otherwise the cause in this setup, or True if the reason says it."""
+    """A false value if the rule does not apply; otherwise the cause in this setup, or True if the
+    reason says it."""
     reason: str
     fix: str
 
@@ -135,7 +145,9 @@ class Rule(NamedTuple):
 
 
 refused = partial(Rule, "error", lambda setup: True)
-error, warning, info = (partial(Rule, severity, lambda setup: False) for severity in get_args(Severity))
+error, warning, info = (
+    partial(Rule, severity, lambda setup: False) for severity in get_args(Severity)
+)
 
 
 def number(amount: int) -> str:

@@ -30,7 +30,9 @@ class Finding:
         return f"{self.severity}: {self.reason} [{self.rule}]. Fix: {self.fix}"
 
     def _repr_html_(self) -> str:
-        return as_html(f"{self.severity}: {self.rule}", [("reason", "fix"), (self.reason, self.fix)])
+        return as_html(
+            f"{self.severity}: {self.rule}", [("reason", "fix"), (self.reason, self.fix)]
+        )
 
 
 class Findings(list[Finding]):
@@ -68,7 +70,8 @@ def validate(
 ) -> Findings:
     """Find known problems of a recipe in a setup, on this machine or another, the worst first.
 
-    None means unknown: values visible in the model are read from it, without changing it; rules skip the rest.
+    None means unknown: values visible in the model are read from it, without changing it; rules
+    skip the rest.
 
     Args:
         spec: as for `resolve`. An invalid string or field becomes a finding, not an exception.
@@ -79,23 +82,26 @@ def validate(
         optimizer: the object, or its name in transformers' `optim` or Axolotl's `optimizer`.
         cpu_ram_efficient_loading: FSDP's option to load weights on the first rank only.
         world_size: processes that train together; default: those of the running process group.
-        zero_stage, zero_offload: DeepSpeed's stage, and if it keeps states or weights on the CPU or a disk.
+        zero_stage, zero_offload: DeepSpeed's stage, and if it keeps states or weights on the CPU or
+            a disk.
         tensor_parallel: ranks that share a layer.
         quantized_base: bitsandbytes stores layers in 4 or 8 bits.
         accumulation_steps: backward passes for each optimizer step.
         max_grad_norm: norm for gradient clipping; 0: no clipping.
-        chip: a name in `chips.PRODUCTS` such as "h100" or "hopper": judge for a machine with this chip and new
-            libraries; default: this machine with its libraries.
+        chip: a name in `chips.PRODUCTS` such as "h100" or "hopper": judge for a machine with this
+            chip and new libraries; default: this machine with its libraries.
 
     Raises:
-        RecipeError: `chip`, `parallel` or `compiled` is an unknown word, `optimizer` is neither an optimizer nor a
-            name, or another argument is not a number, flag or word of its kind.
+        RecipeError: `chip`, `parallel` or `compiled` is an unknown word, `optimizer` is neither an
+            optimizer nor a name, or another argument is not a number, flag or word of its kind.
         FP8BackendError: `model` is not a module.
     """
     if model is not None:
         check_is_module(model)
     if not isinstance(optimizer, (torch.optim.Optimizer, str, type(None))):
-        raise RecipeError(f"optimizer={shown(optimizer)} must be a torch.optim.Optimizer that was made, or a name")
+        raise RecipeError(
+            f"optimizer={shown(optimizer)} must be a torch.optim.Optimizer that was made, or a name"
+        )
     arguments = {
         "activation_checkpointing": (flag, activation_checkpointing),
         "attention": (word, attention),
@@ -110,8 +116,15 @@ def validate(
         "accumulation_steps": (whole_number(1), accumulation_steps),
         "max_grad_norm": (float, max_grad_norm),
     }
-    read = {name: None if value is None else parsed(name, parse, value) for name, (parse, value) in arguments.items()}
-    if read["world_size"] is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+    read = {
+        name: None if value is None else parsed(name, parse, value)
+        for name, (parse, value) in arguments.items()
+    }
+    if (
+        read["world_size"] is None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    ):
         read["world_size"] = torch.distributed.get_world_size()
     machine = Machine.this() if chip is None else Machine.with_chip(chip)
     try:
@@ -132,11 +145,16 @@ def findings(setup: Setup, model: nn.Module | None = None) -> Findings:
         setup = setup if model is None else _with_model(setup, model)
     except RecipeError as error:
         return Findings([_wrong_recipe(error)])
-    return _sorted(Finding(rule.severity, rule.name, rule.reason_in(each), rule.fix) for rule, each in applying(setup))
+    return _sorted(
+        Finding(rule.severity, rule.name, rule.reason_in(each), rule.fix)
+        for rule, each in applying(setup)
+    )
 
 
 def _sorted(found: Iterable[Finding]) -> Findings:
-    return Findings(sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity)))
+    return Findings(
+        sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
+    )
 
 
 def _wrong_recipe(error: RecipeError) -> Finding:
@@ -151,12 +169,16 @@ def _refused(optimizer: Any, setup: Setup, on_this_machine: bool) -> Iterator[Fi
     except BackendUnavailableError:
         pass  # a finding of its own
     except FP8BackendError as error:
-        yield Finding("error", "optimizer", str(error), "use torch.optim.AdamW, or a backend without +msamp")
+        yield Finding(
+            "error", "optimizer", str(error), "use torch.optim.AdamW, or a backend without +msamp"
+        )
     try:
         if on_this_machine:
             preconditions.check_machine(setup.recipe)
     except BackendUnavailableError as error:
-        yield Finding("error", "unavailable", str(error), "choose a backend that `fp8-backends doctor` lists")
+        yield Finding(
+            "error", "unavailable", str(error), "choose a backend that `fp8-backends doctor` lists"
+        )
     except RecipeError as error:
         yield _wrong_recipe(error)
 
@@ -167,10 +189,14 @@ def _refused(optimizer: Any, setup: Setup, on_this_machine: bool) -> Iterator[Fi
 def _with_model(setup: Setup, model: nn.Module) -> Setup:
     expected = conversion.expected(model, setup.recipe)
     fp8 = set(expected.converted)
-    converted = fp8 | {f"{name}.weight".lstrip(".") for name in fp8}  # experts have the name of their Parameter
-    trains = [conversion.plain_name(name) for name, p in model.named_parameters() if p.requires_grad]
+    # experts have the name of their Parameter
+    converted = fp8 | {f"{name}.weight".lstrip(".") for name in fp8}
+    trains = [
+        conversion.plain_name(name) for name, p in model.named_parameters() if p.requires_grad
+    ]
     config = getattr(model, "config", None)
-    config = getattr(config, "text_config", None) or config  # the language model of a multimodal one
+    # the language model of a multimodal one
+    config = getattr(config, "text_config", None) or config
     shown = {
         "parallel": _parallel(model),
         "compiled": _compiled(model),
@@ -182,7 +208,9 @@ def _with_model(setup: Setup, model: nn.Module) -> Setup:
         setup,
         **{name: value for name, value in shown.items() if getattr(setup, name) is None},
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        linear_sizes=tuple((p.in_features, p.out_features) for p in expected.products if p.name in fp8),
+        linear_sizes=tuple(
+            (p.in_features, p.out_features) for p in expected.products if p.name in fp8
+        ),
         linear_trains=not converted.isdisjoint(trains),
         codes_that_train=tuple(quantized_layers.training_codes(model)),
         expected=expected,
@@ -205,8 +233,13 @@ _WRAPPERS = {
 
 
 def _parallel(model: nn.Module) -> Parallel:
-    """Find the model's wrapper by class names, without an import (`fully_shard` subclasses FSDPModule)."""
-    names = {cls.__name__ for module in (model, getattr(model, "_orig_mod", model)) for cls in type(module).__mro__}
+    """Find the model's wrapper by class names, without an import (`fully_shard` subclasses
+    FSDPModule)."""
+    names = {
+        cls.__name__
+        for module in (model, getattr(model, "_orig_mod", model))
+        for cls in type(module).__mro__
+    }
     return next((kind for name, kind in _WRAPPERS.items() if name in names), "none")
 
 
@@ -218,7 +251,10 @@ def _compiled(model: nn.Module) -> Compiled:
 
 def _is_checkpointed(module: nn.Module) -> bool:
     """Recognize layers of transformers and diffusers, and PyTorch's `checkpoint_wrapper`."""
-    return getattr(module, "gradient_checkpointing", False) or type(module).__name__ == "CheckpointWrapper"
+    return (
+        getattr(module, "gradient_checkpointing", False)
+        or type(module).__name__ == "CheckpointWrapper"
+    )
 
 
 def _is_compiled(module: Any) -> bool:

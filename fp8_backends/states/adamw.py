@@ -1,9 +1,10 @@
 """Adam and AdamW over scaled weights, gradients and states.
 
-The step reads and writes the scaled weight: FP16, at O4 E4M3 codes with residuals, at O3 the master and then the E4M3
-weight from it. It computes in FP32 and rounds with scales from bounds of this step's amaxes, in one kernel over all
-parameters if the device has one (`kernels`). PyTorch's own implementation steps plain FP32 parameters
-with FP32 states (O1, or tensors of fewer than 4096 elements).
+The step reads and writes the scaled weight: FP16, at O4 E4M3 codes with residuals, at O3 the master
+and then the E4M3 weight from it. It computes in FP32 and rounds with scales from bounds of this
+step's amaxes, in one kernel over all parameters if the device has one (`kernels`). PyTorch's own
+implementation steps plain FP32 parameters with FP32 states (O1, or tensors of fewer than 4096
+elements).
 """
 
 import copy
@@ -41,8 +42,9 @@ ADAMW = Declaration(
 class _Record(NamedTuple):
     """The largest numbers of a parameter's stored tensors after the last step.
 
-    A one-pass step needs the previous record and leaves a new one (`kernels/adam_table.py`). Checkpoints and
-    copies have none: measuring the tensors again, as after any other write, gives the same numbers.
+    A one-pass step needs the previous record and leaves a new one (`kernels/adam_table.py`).
+    Checkpoints and copies have none: measuring the tensors again, as after any other write, gives
+    the same numbers.
     """
 
     numbers: torch.Tensor
@@ -70,7 +72,10 @@ class ScaledMoments(ScaledStates):
             has_complex=any(view.weight.is_complex() for view in views),
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            **{name: group[name] for name in ("lr", "weight_decay", "eps", "maximize", "foreach", "capturable")},
+            **{
+                name: group[name]
+                for name in ("lr", "weight_decay", "eps", "maximize", "foreach", "capturable")
+            },
             differentiable=False,
             fused=group["fused"],
             decoupled_weight_decay=group["decoupled_weight_decay"],
@@ -89,11 +94,14 @@ class ScaledMoments(ScaledStates):
                 view.weight.copy_(job.weight.data)
             if job.record is not None:
                 seen = [(weakref.ref(part), part._version) for part in _recorded_parts(view)]
-                self.__dict__.setdefault("fp8_records", {})[id(view.parameter)] = _Record(job.record, seen)
+                self.__dict__.setdefault("fp8_records", {})[id(view.parameter)] = _Record(
+                    job.record, seen
+                )
         _remember_amaxes(jobs, views)
 
     def _job(self, view: LocalView, hyper: torch.Tensor) -> Job:
-        """Return the step of one parameter, in one pass with a record if kernels and eps bound every scale."""
+        """Return the step of one parameter, in one pass with a record if kernels and eps bound
+        every scale."""
         job = Job(
             slot_of(_contiguous(view.weight)),
             slot_of(_contiguous(view.gradient)),
@@ -120,8 +128,9 @@ class ScaledMoments(ScaledStates):
 
     @torch.no_grad()
     def lost_updates(self) -> float | None:
-        """Return the share, 0 to 1, of the next update of scaled weights that rounding would lose: 1 minus the
-        projection of the stored update on the exact one, from this rank's states; None before the first step."""
+        """Return the share, 0 to 1, of the next update of scaled weights that rounding would lose:
+        1 minus the projection of the stored update on the exact one, from this rank's states; None
+        before the first step."""
         stored_share = total = 0.0
         for p, group, index in self.members():
             state, weight = self.state.get(p, {}), local_part(p)
@@ -149,15 +158,20 @@ class ScaledMoments(ScaledStates):
     def _rounded_step(
         self, group: dict[str, Any], state: dict[str, Any], weight: ScaledTensor, index: int
     ) -> ScaledTensor:
-        """Return a copy of the weight after a step with a gradient of zero and moments divided by their betas."""
+        """Return a copy of the weight after a step with a gradient of zero and moments divided by
+        their betas."""
         stepped = copy.deepcopy(weight.detach())
-        moments = [_float(state[name]) / beta for name, beta in zip(MOMENTS, group["betas"], strict=True)]
+        moments = [
+            _float(state[name]) / beta for name, beta in zip(MOMENTS, group["betas"], strict=True)
+        ]
         decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
         job = Job(
             Slot(stepped.codes, stepped.scale_inv, residual=stepped.residual),
             Slot(torch.zeros_like(moments[0])),
             *map(Slot, moments),
-            adam_hyper(group["lr"], group["betas"], group["eps"], decay, state["step"], weight.device),
+            adam_hyper(
+                group["lr"], group["betas"], group["eps"], decay, state["step"], weight.device
+            ),
             decoupled=True,
             maximize=False,
             rounding=self.fp8_states.rounding,
@@ -178,11 +192,15 @@ class ScaledAdam(ScaledMoments, torch.optim.Adam):
 def _recorded_parts(view: LocalView) -> list[torch.Tensor]:
     """Return the tensors of a record. A plain weight has no scale, so its numbers are not read."""
     weight = stored_parts(view.weight, exact=True) if isinstance(view.weight, ScaledTensor) else ()
-    return [*weight, *(part for name in MOMENTS for part in stored_parts(local_part(view.state[name])))]
+    return [
+        *weight,
+        *(part for name in MOMENTS for part in stored_parts(local_part(view.state[name]))),
+    ]
 
 
 def _remember_amaxes(jobs: Sequence[Job], views: Sequence[LocalView]) -> None:
-    """Give whole weights the amaxes of their data from the records, for the next forward's casts. Pairs have none."""
+    """Give whole weights the amaxes of their data from the records, for the next forward's casts.
+    Pairs have none."""
     recorded = [
         (view.weight, job.record)
         for job, view in zip(jobs, views, strict=True)
@@ -191,7 +209,9 @@ def _remember_amaxes(jobs: Sequence[Job], views: Sequence[LocalView]) -> None:
     ]
     if recorded:
         # scales are powers of two: the division is exact
-        amaxes = torch._foreach_div([record[0] for _, record in recorded], [w.scale_inv for w, _ in recorded])
+        amaxes = torch._foreach_div(
+            [record[0] for _, record in recorded], [w.scale_inv for w, _ in recorded]
+        )
         for (weight, _), amax in zip(recorded, amaxes, strict=True):
             weight.remember_amax(amax)
 
@@ -206,14 +226,19 @@ def _float(value: torch.Tensor) -> torch.Tensor:
 
 
 def _hypers(views: Sequence[LocalView]) -> list[torch.Tensor]:
-    """Return the hyperparameters of each step, computed together for equal options: few launches."""
+    """Return the hyperparameters of each step, computed together for equal options: few
+    launches."""
     alike: dict[Any, list[int]] = {}
     for i, view in enumerate(views):
-        alike.setdefault((id(view.group), view.weight.device, view.state["step"].device), []).append(i)
+        alike.setdefault(
+            (id(view.group), view.weight.device, view.state["step"].device), []
+        ).append(i)
     hypers = [None] * len(views)
     for (_, device, _), members in alike.items():
         group, steps = views[members[0]].group, [views[i].state["step"] for i in members]
-        rows = adam_hypers(group["lr"], group["betas"], group["eps"], group["weight_decay"], steps, device)
+        rows = adam_hypers(
+            group["lr"], group["betas"], group["eps"], group["weight_decay"], steps, device
+        )
         for i, hyper in zip(members, rows.unbind(), strict=True):
             hypers[i] = hyper
     return hypers

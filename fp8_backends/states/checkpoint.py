@@ -1,9 +1,9 @@
 """Save and load optimizers with scaled states, and reject state dicts that would break training.
 
-A state dict holds plain BF16 or FP32 tensors, so that any program can read it. Loading gives the same scaled values
-again: the grid of their own amax holds all of them. A state of a DTensor is saved as a DTensor, which
-`torch.distributed.checkpoint` can reshard. States sharded over the ranks (levels O3 and O4 under DDP) are whole while a
-checkpoint is written (`whole_states`).
+A state dict holds plain BF16 or FP32 tensors, so that any program can read it. Loading gives the
+same scaled values again: the grid of their own amax holds all of them. A state of a DTensor is
+saved as a DTensor, which `torch.distributed.checkpoint` can reshard. States sharded over the ranks
+(levels O3 and O4 under DDP) are whole while a checkpoint is written (`whole_states`).
 """
 
 import contextlib
@@ -32,20 +32,26 @@ MASTER, STEP = "master_weight", "step"
 
 
 def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Turn PyTorch's state dict of an optimizer into plain tensors. Add a weight with a master, or with more precision
-    than its dtype (scaled FP16 for BF16), as `master_weight`, so that a resumed run is equal to the bit."""
+    """Turn PyTorch's state dict of an optimizer into plain tensors. Add a weight with a master, or
+    with more precision than its dtype (scaled FP16 for BF16), as `master_weight`, so that a resumed
+    run is equal to the bit."""
     for key, p in parameters_by_key(optimizer, state_dict).items():
         if key not in state_dict["state"]:
             continue
         state, local = dict(state_dict["state"][key]), local_part(p)
-        if isinstance(local, ScaledTensor) and (local.master is not None or p.dtype != torch.float32):
+        if isinstance(local, ScaledTensor) and (
+            local.master is not None or p.dtype != torch.float32
+        ):
             state[MASTER] = p.detach()
-        state_dict["state"][key] = {name: _exported(value, optimizer.fp8_unread) for name, value in state.items()}
+        state_dict["state"][key] = {
+            name: _exported(value, optimizer.fp8_unread) for name, value in state.items()
+        }
     return state_dict
 
 
 def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
-    """Return one state as a plain tensor: scaled ones on the CPU, in BF16 if it represents them exactly."""
+    """Return one state as a plain tensor: scaled ones on the CPU, in BF16 if it represents them
+    exactly."""
     if is_distributed(value):
         return dequantize_shards(value, torch.float32)
     if not isinstance(value, ScaledTensor):
@@ -57,15 +63,24 @@ def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
     return narrow if torch.equal(narrow.float(), values) else values
 
 
-def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], load: Callable[[dict], None]) -> None:
-    """Load a state dict that has passed `check_states`: declared states and masters, all else by PyTorch's `load`."""
+def load_states(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], load: Callable[[dict], None]
+) -> None:
+    """Load a state dict that has passed `check_states`: declared states and masters, all else by
+    PyTorch's `load`."""
     groups, parameters = list(optimizer.param_groups), parameters_by_key(optimizer, state_dict)
     heavy, light = {}, {}
     for key, state in state_dict["state"].items():
-        names = (*optimizer.fp8_declared.roles, *optimizer.fp8_declared.exact_states(parameters[key].shape), MASTER)
+        names = (
+            *optimizer.fp8_declared.roles,
+            *optimizer.fp8_declared.exact_states(parameters[key].shape),
+            MASTER,
+        )
         heavy[key] = {name: state[name] for name in names if name in state}
         # a copy: PyTorch would keep the step counter itself, shared by two optimizers
-        light[key] = copy.deepcopy({name: value for name, value in state.items() if name not in heavy[key]})
+        light[key] = copy.deepcopy(
+            {name: value for name, value in state.items() if name not in heavy[key]}
+        )
     load({**state_dict, "state": light})
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
         group.clear()
@@ -76,7 +91,9 @@ def load_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], lo
 
 
 @torch.no_grad()
-def _load_heavy(optimizer: torch.optim.Optimizer, p: torch.Tensor, saved: dict[str, torch.Tensor]) -> None:
+def _load_heavy(
+    optimizer: torch.optim.Optimizer, p: torch.Tensor, saved: dict[str, torch.Tensor]
+) -> None:
     if optimizer.owns(p):
         store_states(optimizer, p, saved)
     if MASTER in saved and isinstance(local_part(p), ScaledTensor):
@@ -88,11 +105,16 @@ def _load_heavy(optimizer: torch.optim.Optimizer, p: torch.Tensor, saved: dict[s
         optimizer.state.pop(p, None)
 
 
-def store_states(optimizer: torch.optim.Optimizer, p: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-    """Store declared states of `p`, plain or scaled, whole or DTensors. With a DTensor, all ranks call this."""
+def store_states(
+    optimizer: torch.optim.Optimizer, p: torch.Tensor, values: Mapping[str, torch.Tensor]
+) -> None:
+    """Store declared states of `p`, plain or scaled, whole or DTensors. With a DTensor, all ranks
+    call this."""
     for name in optimizer.fp8_declared.roles:
         if name in values:
-            optimizer.state[p][name] = _stored_moment(p, values[name], *optimizer.moment_format(p, name))
+            optimizer.state[p][name] = _stored_moment(
+                p, values[name], *optimizer.moment_format(p, name)
+            )
     for name in optimizer.fp8_declared.exact_states(p.shape):
         if name in values:
             value = _whole(values[name])
@@ -107,7 +129,9 @@ def is_stored(state: torch.Tensor, dtype: torch.dtype, block_size: int) -> bool:
     return local.dtype == dtype and dtype not in FORMAT_OF
 
 
-def _stored_moment(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, block_size: int) -> torch.Tensor:
+def _stored_moment(
+    p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, block_size: int
+) -> torch.Tensor:
     if not is_distributed(p):
         value = _whole(value)
     moment = local_part(value)
@@ -152,17 +176,21 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moments: bool = True) -> Iterator[None]:
-    """Gather masters, residuals and optimizer states that ranks shard for as long as a checkpoint is written on
-    several ranks: inside, `state_dict()` of model and optimizer holds them bit-exactly.
+def whole_states(
+    optimizer: torch.optim.Optimizer, receives: bool = True, moments: bool = True
+) -> Iterator[None]:
+    """Gather masters, residuals and optimizer states that ranks shard for as long as a checkpoint
+    is written on several ranks: inside, `state_dict()` of model and optimizer holds them
+    bit-exactly.
 
-    All ranks enter and leave it. Optimizers without a level are left unchanged. Load a checkpoint without it: every
-    rank loads the whole, and keeps its own part.
+    All ranks enter and leave it. Optimizers without a level are left unchanged. Load a checkpoint
+    without it: every rank loads the whole, and keeps its own part.
 
     Args:
-        receives: gather on this rank: up to 5 bytes an element on the CPU, and 12 more in the optimizer's
-            `state_dict()`. On other ranks `state_dict()` has placeholders on the meta device for this rank's scaled
-            states and for weights of other ranks, whose states are left out.
+        receives: gather on this rank: up to 5 bytes an element on the CPU, and 12 more in the
+            optimizer's `state_dict()`. On other ranks `state_dict()` has placeholders on the meta
+            device for this rank's scaled states and for weights of other ranks, whose states are
+            left out.
         moments: False for weights only, 2 bytes an element at most.
     """
     check_is_optimizer(optimizer)
@@ -175,7 +203,8 @@ def whole_states(optimizer: torch.optim.Optimizer, receives: bool = True, moment
 
 @contextlib.contextmanager
 def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give placeholders from `state_dict()` while a checkpoint is loaded: some loaders read its names and shapes."""
+    """Give placeholders from `state_dict()` while a checkpoint is loaded: some loaders read its
+    names and shapes."""
     with _outermost(unwrapped(optimizer), receives=False) as weights:
         for p in weights:
             _put_placeholder(p)
@@ -184,13 +213,14 @@ def unread_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _outermost(optimizer: torch.optim.Optimizer, receives: bool) -> Iterator[list[torch.Tensor]]:
-    """Let the optimizer return a state dict inside, and drop other ranks' states at the end. Yield the weights with
-    sharded states; none inside another such context."""
+    """Let the optimizer return a state dict inside, and drop other ranks' states at the end. Yield
+    the weights with sharded states; none inside another such context."""
     if getattr(optimizer, "fp8_whole", True):  # or it has no level
         yield []
         return
     shards = any(is_distributed(p) for group in optimizer.param_groups for p in group["params"])
-    optimizer.fp8_whole, optimizer.fp8_unread = True, not (receives or shards)  # each rank saves its own shards
+    # each rank saves its own shards
+    optimizer.fp8_whole, optimizer.fp8_unread = True, not (receives or shards)
     weights = [] if optimizer.fp8_owners is None else optimizer.fp8_owners.weights
     try:
         yield weights
@@ -215,8 +245,8 @@ def gather(
     receives: bool = True,
     moments: bool = True,
 ) -> None:
-    """Send moments, and masters or residuals, from their owners to a device of all ranks (default: the weight's), one
-    weight at a time. `receives`, `moments`: as in `whole_states`."""
+    """Send moments, and masters or residuals, from their owners to a device of all ranks (default:
+    the weight's), one weight at a time. `receives`, `moments`: as in `whole_states`."""
     owners, ids = optimizer.fp8_owners, set(map(id, weights))
     for p, group, _ in (member for member in optimizer.members() if id(member.parameter) in ids):
         state, place = optimizer.state.get(p, {}), device or p.device
@@ -225,10 +255,16 @@ def gather(
             rest = p.rest
             step = torch.as_tensor(state.get(STEP, -1.0), dtype=torch.float32, device="cpu").clone()
         else:
-            rest = torch.empty(p.shape, dtype=p.elsewhere.storage, device=place) if p.shared_out else None
+            rest = (
+                torch.empty(p.shape, dtype=p.elsewhere.storage, device=place)
+                if p.shared_out
+                else None
+            )
             step = torch.empty((), dtype=torch.float32, device="cpu")
             if rest is not None and rest.dtype != torch.int8:  # a master, and no residual
-                rest = ScaledTensor(rest, torch.empty((), dtype=torch.float32, device=place), p.dtype)
+                rest = ScaledTensor(
+                    rest, torch.empty((), dtype=torch.float32, device=place), p.dtype
+                )
         roles, exact = optimizer.roles_of(group), optimizer.fp8_declared.exact_states(p.shape)
         buffers = {name: optimizer.new_moment(p, name, place) for name in roles if moments}
         for name in exact if moments else ():
@@ -260,22 +296,25 @@ _CHOICES = ("foreach", "fused")
 _OF_ANOTHER = "The checkpoint is of another model or optimizer"
 _DAMAGED = "The file is damaged"
 _LOST = (
-    "Training had diverged when this was saved, or the file is damaged. Load an earlier checkpoint; or load only the "
-    "model's weights, and continue with a fresh optimizer"
+    "Training had diverged when this was saved, or the file is damaged. Load an earlier "
+    "checkpoint; or load only the model's weights, and continue with a fresh optimizer"
 )
 
 
 def check_states(
-    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], names: Mapping[int, str] | None = None
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    names: Mapping[int, str] | None = None,
 ) -> None:
-    """Reject a state dict that would break this optimizer. All ranks call this if parameters are DTensors, and all
-    reject it if one does.
+    """Reject a state dict that would break this optimizer. All ranks call this if parameters are
+    DTensors, and all reject it if one does.
 
     Args:
         names: names of parameters by their id, for groups without `param_names`.
 
     Raises:
-        FP8BackendError: names the parameter, its state, the fault and the way out. Nothing has changed.
+        FP8BackendError: names the parameter, its state, the fault and the way out. Nothing has
+        changed.
     """
     fault = None
     try:
@@ -287,26 +326,37 @@ def check_states(
     if fault is None and any(map(bool, refused)):
         fault = "another rank refuses its part of it, and says why"
     if fault is not None:
-        raise FP8BackendError(f"the optimizer's state cannot be loaded, and nothing was changed: {fault}")
+        raise FP8BackendError(
+            f"the optimizer's state cannot be loaded, and nothing was changed: {fault}"
+        )
 
 
 def _check(optimizer: torch.optim.Optimizer, state_dict: Any, names: Mapping[int, str]) -> None:
     _check_structure(optimizer.param_groups, state_dict)
-    for number, (group, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
+    for number, (group, saved) in enumerate(
+        zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    ):
         optimizer.fp8_declared.check_options(saved)
         _check_numbers(optimizer, saved, f"parameter group {number}")
-        named = saved.get("param_names") or group.get("param_names") or [names.get(id(p)) for p in group["params"]]
+        named = (
+            saved.get("param_names")
+            or group.get("param_names")
+            or [names.get(id(p)) for p in group["params"]]
+        )
         for key, p, name in zip(saved["params"], group["params"], named, strict=True):
             if state := state_dict["state"].get(key):  # a parameter without a step has none
                 words = f"{name}, of shape" if name else "of shape"
-                _check_state(optimizer, saved, p, state, f"parameter {key} ({words} {tuple(p.shape)})")
+                _check_state(
+                    optimizer, saved, p, state, f"parameter {key} ({words} {tuple(p.shape)})"
+                )
 
 
 def _check_structure(own_groups: list[dict[str, Any]], state_dict: Any) -> None:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise FP8BackendError(
-            "it is no state dict of an optimizer, which has state and param_groups (DeepSpeed finds none where ZeRO "
-            "trained without a level: load the weights only, with load_optimizer_states=False)"
+            "it is no state dict of an optimizer, which has state and param_groups (DeepSpeed "
+            "finds none where ZeRO trained without a level: load the weights only, with "
+            "load_optimizer_states=False)"
         )
     groups, states = state_dict["param_groups"], state_dict["state"]
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
@@ -324,14 +374,20 @@ def _check_structure(own_groups: list[dict[str, Any]], state_dict: Any) -> None:
             raise FP8BackendError(f"{where} has {counts}. {_OF_ANOTHER}")
         named = group.get("param_names", saved)
         if not isinstance(named, list) or len(named) != len(saved):
-            raise FP8BackendError(f"param_names of {where} are not a name for each parameter. {_DAMAGED}")
+            raise FP8BackendError(
+                f"param_names of {where} are not a name for each parameter. {_DAMAGED}"
+            )
         keys += saved
     if len(set(keys)) != len(keys):
         raise FP8BackendError(f"its groups name a parameter twice. {_DAMAGED}")
-    if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
+    if not isinstance(states, Mapping) or not all(
+        isinstance(state, Mapping) for state in states.values()
+    ):
         raise FP8BackendError(f"its state is no dict of dicts. {_DAMAGED}")
     if unknown := states.keys() - set(keys):
-        raise FP8BackendError(f"it has a state of parameter {next(iter(unknown))!r}, which is in no group. {_DAMAGED}")
+        raise FP8BackendError(
+            f"it has a state of parameter {next(iter(unknown))!r}, which is in no group. {_DAMAGED}"
+        )
 
 
 def _check_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], where: str) -> None:
@@ -344,7 +400,9 @@ def _check_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], w
                 raise FP8BackendError(f"{name} of {where} is {value!r}, and must be True or False")
         elif isinstance(default, (tuple, list)):
             if not isinstance(value, (tuple, list)) or len(value) != len(default):
-                raise FP8BackendError(f"{name} of {where} are not {counted(len(default), 'number')}. {_OF_ANOTHER}")
+                raise FP8BackendError(
+                    f"{name} of {where} are not {counted(len(default), 'number')}. {_OF_ANOTHER}"
+                )
             for number, default_number in zip(value, default, strict=True):
                 if number is not None or default_number is not None:
                     _check_number(number, allowed, f"{name} of {where}")
@@ -355,21 +413,33 @@ def _check_numbers(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], w
 def _check_number(number: Any, allowed: Range, name: str) -> None:
     is_tensor = isinstance(number, torch.Tensor)
     number = local_part(number) if is_tensor else number
-    if is_tensor and not number.dim() and not (number.is_complex() or number.dtype == torch.bool or number.is_meta):
+    if (
+        is_tensor
+        and not number.dim()
+        and not (number.is_complex() or number.dtype == torch.bool or number.is_meta)
+    ):
         check_values(number, allowed, name, _LOST)
     elif not is_tensor and isinstance(number, Real) and not isinstance(number, bool):
         check_values(float(number), allowed, name, _LOST)
     else:
-        described = f"a tensor of {number.dtype} {tuple(number.shape)}" if is_tensor else repr(number)
+        described = (
+            f"a tensor of {number.dtype} {tuple(number.shape)}" if is_tensor else repr(number)
+        )
         raise FP8BackendError(f"{name} is {described}, and must be one number. {_OF_ANOTHER}")
 
 
 def _check_state(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p: torch.Tensor, state: Mapping[str, Any], where: str
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    p: torch.Tensor,
+    state: Mapping[str, Any],
+    where: str,
 ) -> None:
     declared, is_wide = optimizer.fp8_declared, p.is_complex() or p.dtype == torch.float64
     exact = declared.exact_states(p.shape)
-    tensors = {name: (p.shape, _MOMENTS[role][is_wide]) for name, role in optimizer.roles_of(group).items()}
+    tensors = {
+        name: (p.shape, _MOMENTS[role][is_wide]) for name, role in optimizer.roles_of(group).items()
+    }
     tensors |= {name: (shape, _MOMENTS["second_moment"][is_wide]) for name, shape in exact.items()}
     if missing := [name for name in (*[STEP] * declared.counts, *tensors) if name not in state]:
         raise FP8BackendError(f"{where} has no {' and no '.join(missing)}. {_OF_ANOTHER}")
@@ -381,7 +451,9 @@ def _check_state(
         _check_tensor(p, state[name], shape, allowed, f"{name} of {where}")
 
 
-def _check_tensor(p: torch.Tensor, value: Any, shape: Sequence[int], allowed: Range, name: str) -> None:
+def _check_tensor(
+    p: torch.Tensor, value: Any, shape: Sequence[int], allowed: Range, name: str
+) -> None:
     if not isinstance(value, torch.Tensor):
         raise FP8BackendError(f"{name} is {type(value).__name__} and no tensor. {_DAMAGED}")
     local = local_part(value)
@@ -389,14 +461,22 @@ def _check_tensor(p: torch.Tensor, value: Any, shape: Sequence[int], allowed: Ra
     dtypes = (p.dtype,) if p.is_complex() else _PLAIN
     if value.shape != torch.Size(shape):
         raise FP8BackendError(f"{name} was saved with shape {tuple(value.shape)}. {_OF_ANOTHER}")
-    if local.layout != torch.strided or local.is_quantized or (not scaled and local.dtype not in dtypes):
+    if (
+        local.layout != torch.strided
+        or local.is_quantized
+        or (not scaled and local.dtype not in dtypes)
+    ):
         described = f"a tensor of {local.dtype} ({local.layout})"
         raise FP8BackendError(f"{name} is {described}, and must hold floating-point numbers")
     if local.is_meta:
-        raise FP8BackendError(f"{name} holds no values: it is on the meta device, as on a rank that does not save")
+        raise FP8BackendError(
+            f"{name} holds no values: it is on the meta device, as on a rank that does not save"
+        )
     if scaled:
         has_rest = local.elsewhere is not None or local.rest is not None
         if local.accumulates or has_rest or local.codes.dtype not in _STORED:
-            raise FP8BackendError(f"{name} is a scaled tensor of another kind than optimizer states are. {_DAMAGED}")
+            raise FP8BackendError(
+                f"{name} is a scaled tensor of another kind than optimizer states are. {_DAMAGED}"
+            )
         check_values(local.scale_inv, formats.POSITIVE, f"the scale of {name}", _LOST)
     check_values(local.exact(torch.float32) if scaled else local, allowed, name, _LOST)

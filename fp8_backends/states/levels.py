@@ -1,7 +1,9 @@
-"""Levels: the storage of converted layers' weights, their gradients and optimizer states (docs/levels.rst).
+"""Levels: the storage of converted layers' weights, their gradients and optimizer states
+(docs/levels.rst).
 
-A weight changes inside its Parameter object. A complete gradient becomes E4M3 at once, so that at most one is held in
-high precision. While microbatches accumulate, a gradient is FP32 and rounds once at the end.
+A weight changes inside its Parameter object. A complete gradient becomes E4M3 at once, so that at
+most one is held in high precision. While microbatches accumulate, a gradient is FP32 and rounds
+once at the end.
 """
 
 import contextlib
@@ -38,7 +40,8 @@ BLOCK = 128
 """Elements of a state with one scale, at O4."""
 
 REPLACED = (
-    "replaced after the model was prepared, and plain: prepare model and optimizer again to store it at the level"
+    "replaced after the model was prepared, and plain: "
+    "prepare model and optimizer again to store it at the level"
 )
 
 LEVEL = "_fp8_level"
@@ -75,7 +78,8 @@ class StateRule(NamedTuple):
 
     @property
     def direction(self) -> StateFormat:
-        """Averages of gradients before they are made orthogonal. Two bytes: FP8's noise would count as a direction."""
+        """Averages of gradients before they are made orthogonal. Two bytes: FP8's noise would count
+        as a direction."""
         return self.first_moment if self.first_moment.dtype == FP32 else StateFormat(FP16)
 
 
@@ -97,23 +101,25 @@ def scale_bytes_per_element(recipe: Recipe) -> float:
 
 
 def store_weights(layers: Mapping[str, nn.Module], level: str, by_fsdp2: bool = False) -> None:
-    """Store the `weight` of each layer at `level`, in place; ties, frozen flags and `.grad` stay. Idempotent. Under
-    tensor parallelism each rank stores its part, with a scale agreed on by all: all ranks call this.
+    """Store the `weight` of each layer at `level`, in place; ties, frozen flags and `.grad` stay.
+    Idempotent. Under tensor parallelism each rank stores its part, with a scale agreed on by all:
+    all ranks call this.
 
     Args:
         by_fsdp2: FSDP2 has sharded the weights that are DTensors.
 
     Raises:
-        FP8BackendError: something else holds a weight, or FSDP2 has sharded it already. The error names the weight, and
-            no weight has changed.
+        FP8BackendError: something else holds a weight, or FSDP2 has sharded it already. The error
+            names the weight, and no weight has changed.
     """
     weights = {weight_name(name, layer): layer.weight for name, layer in layers.items()}
     new = {name: weight for name, weight in weights.items() if not _is_stored(weight, level)}
     for name, weight in new.items():
         if by_fsdp2 and is_distributed(weight):
             raise FP8BackendError(
-                f"{name} is sharded already, and its storage can no longer be swapped for level {level}: call "
-                f"prepare(model, None, spec) first, then fully_shard, then prepare(model, optimizer, spec)"
+                f"{name} is sharded already, and its storage can no longer be swapped for level "
+                f"{level}: call prepare(model, None, spec) first, then fully_shard, then "
+                f"prepare(model, optimizer, spec)"
             )
         refuse_if_held(weight, name)
     for name, weight in new.items():
@@ -146,17 +152,19 @@ def _is_stored(weight: torch.Tensor, level: str) -> bool:
 
 
 def quantize_weight(values: torch.Tensor, level: str, trains: bool = True) -> torch.Tensor:
-    """Quantize plain values as a weight of a level, with its master at O3 and its residual at O4. The ranks of a
-    DTensor agree on the scales, so all of them call this.
+    """Quantize plain values as a weight of a level, with its master at O3 and its residual at O4.
+    The ranks of a DTensor agree on the scales, so all of them call this.
 
-    Rows become contiguous, as the optimizer's kernels need them (for transposed, expanded or sliced weights).
+    Rows become contiguous, as the optimizer's kernels need them (for transposed, expanded or sliced
+    weights).
     """
     values = values if is_distributed(values) else values.contiguous()
     if level == "O4":
         weight = quantize_pair(values, values.dtype)
     elif level == "O3":
         master = quantize(values, FP16, values.dtype)
-        weight = quantize(dequantize_shards(master, FP32), E4M3, master.dtype)  # as after every optimizer step
+        # as after every optimizer step
+        weight = quantize(dequantize_shards(master, FP32), E4M3, master.dtype)
         local_part(weight).master = local_part(master)
     else:
         weight = quantize(values, WEIGHT[level], values.dtype)
@@ -169,7 +177,8 @@ def quantize_weight(values: torch.Tensor, level: str, trains: bool = True) -> to
 
 
 def write_weight_shards(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Write plain shards into the shards of `weight` and of its master or residual. All ranks agree on the scales."""
+    """Write plain shards into the shards of `weight` and of its master or residual. All ranks agree
+    on the scales."""
     local = local_part(weight.detach())
     local.stored.state_dict_copies.accept()
     local.settle()
@@ -217,8 +226,8 @@ def unmark(layer: nn.Module) -> None:
 class Arrivals:
     """Tensor hook of a weight: note the threads about to accumulate into its gradient.
 
-    PyTorch locks the accumulation and runs hooks outside of the lock, so one thread could add to a gradient that
-    another is replacing. The last one to arrive replaces it.
+    PyTorch locks the accumulation and runs hooks outside of the lock, so one thread could add to a
+    gradient that another is replacing. The last one to arrive replaces it.
     """
 
     def __init__(self) -> None:
@@ -245,10 +254,17 @@ def cast_gradient(weight: torch.Tensor) -> None:
 
     After the second microbatch a gradient is FP32 inside, until `finish_accumulation`.
     """
-    arrivals = next((hook for hook in (weight._backward_hooks or {}).values() if isinstance(hook, Arrivals)), None)
+    arrivals = next(
+        (hook for hook in (weight._backward_hooks or {}).values() if isinstance(hook, Arrivals)),
+        None,
+    )
     with contextlib.nullcontext(True) if arrivals is None else arrivals.leave() as is_complete:
         gradient = weight.grad
-        if is_complete and gradient is not None and not isinstance(local_part(gradient), ScaledTensor):
+        if (
+            is_complete
+            and gradient is not None
+            and not isinstance(local_part(gradient), ScaledTensor)
+        ):
             gradient = placed_as(weight, gradient)
             # a shard of a gradient has its own scale: each rank steps only its own rows
             quantized = quantize(local_part(gradient), E4M3, gradient.dtype)
@@ -262,7 +278,8 @@ def cast_equal_gradient(weight: torch.Tensor) -> None:
 
 
 def expect_equal_gradients(model: nn.Module) -> None:
-    """Declare equal gradients of whole scaled weights on all ranks, as under tensor parallelism. Idempotent."""
+    """Declare equal gradients of whole scaled weights on all ranks, as under tensor parallelism.
+    Idempotent."""
     for weight in model.parameters():
         if isinstance(weight, ScaledTensor) and weight.requires_grad:
             swap_gradient_hook(weight, cast_equal_gradient)
@@ -279,7 +296,8 @@ def _add_gradient_hook(weight: torch.Tensor) -> None:
 
 
 def swap_gradient_hook(weight: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Replace the hook that stores a weight's gradient in E4M3 by one that also reduces, or expects equal ones."""
+    """Replace the hook that stores a weight's gradient in E4M3 by one that also reduces, or expects
+    equal ones."""
     _remove_gradient_hooks(weight)
     weight.register_post_accumulate_grad_hook(hook)
 
@@ -291,7 +309,11 @@ def _remove_gradient_hooks(weight: torch.Tensor) -> None:
 
 
 def _is_gradient_hook(hook: Callable) -> bool:
-    return hook in (cast_gradient, cast_equal_gradient) or hasattr(hook, "reduces") or isinstance(hook, Arrivals)
+    return (
+        hook in (cast_gradient, cast_equal_gradient)
+        or hasattr(hook, "reduces")
+        or isinstance(hook, Arrivals)
+    )
 
 
 def finish_accumulation(parameters: Iterable[torch.Tensor]) -> None:
@@ -305,7 +327,8 @@ def finish_accumulation(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _add_state_dict_hooks(module: nn.Module) -> None:
-    """Put the hooks behind all others: a hook that turns gathered weights back into shards runs first."""
+    """Put the hooks behind all others: a hook that turns gathered weights back into shards runs
+    first."""
     _remove_state_dict_hooks(module)
     module.register_state_dict_post_hook(export_plain)
     module.register_load_state_dict_pre_hook(load_into_shards)
@@ -314,7 +337,11 @@ def _add_state_dict_hooks(module: nn.Module) -> None:
 
 def _remove_state_dict_hooks(module: nn.Module) -> None:
     ours = (export_plain, load_into_shards, quantize_assigned)
-    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
+    for hooks in (
+        module._state_dict_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    ):
         # PyTorch wraps pre-hooks, with the original in `hook`
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in ours]:
             del hooks[key]
@@ -324,19 +351,29 @@ def export_plain(module: nn.Module, state_dict: dict, prefix: str, local_metadat
     """State-dict hook of a module: save its weights as plain tensors in full precision."""
     for name in module._parameters:
         weight = state_dict.get(f"{prefix}{name}")
-        if weight is None or weight.requires_grad or not isinstance(local_part(weight), ScaledTensor):
+        if (
+            weight is None
+            or weight.requires_grad
+            or not isinstance(local_part(weight), ScaledTensor)
+        ):
             continue  # keep_vars=True asks for the Parameter itself
-        with torch.inference_mode(False):  # autograd counts no writes to tensors made in inference mode
+        # autograd counts no writes to tensors made in inference mode
+        with torch.inference_mode(False):
             values = dequantize_shards(weight)
         local_part(weight).stored.state_dict_copies.add(values, f"{prefix}{name}")
         state_dict[f"{prefix}{name}"] = values
 
 
 def export_ties(root: nn.Module) -> None:
-    """Let other modules with a stored weight, such as a tied head, save it as a plain tensor. Idempotent."""
-    stored = {id(weight) for module in root.modules() for weight, _ in _stored_weights(module).values()}
+    """Let other modules with a stored weight, such as a tied head, save it as a plain tensor.
+    Idempotent."""
+    stored = {
+        id(weight) for module in root.modules() for weight, _ in _stored_weights(module).values()
+    }
     for module in root.modules():
-        if LEVEL not in module.__dict__ and not stored.isdisjoint(map(id, module._parameters.values())):
+        if LEVEL not in module.__dict__ and not stored.isdisjoint(
+            map(id, module._parameters.values())
+        ):
             _remove_state_dict_hooks(module)
             module.register_state_dict_post_hook(export_plain)
 
@@ -360,11 +397,16 @@ def plain_weights_of(root: nn.Module) -> list[str]:
 
 def _stored_weights(module: nn.Module) -> dict[str, tuple[nn.Parameter, str]]:
     levels, parameters = module.__dict__.get(LEVEL, {}), module._parameters
-    return {part: (parameters[part], levels[part]) for part in levels if parameters.get(part) is not None}
+    return {
+        part: (parameters[part], levels[part])
+        for part in levels
+        if parameters.get(part) is not None
+    }
 
 
 def load_into_shards(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
-    """Load pre-hook of a module with sharded weights: quantize plain shards with a scale agreed on by the ranks."""
+    """Load pre-hook of a module with sharded weights: quantize plain shards with a scale agreed on
+    by the ranks."""
     for part, (weight, level) in _stored_weights(module).items():
         name = f"{prefix}{part}"
         new = state_dict.get(name)
@@ -384,7 +426,8 @@ def load_into_shards(module: nn.Module, state_dict: dict, prefix: str, *_) -> No
 
 
 def quantize_assigned(module: nn.Module, incompatible_keys) -> None:
-    """Load post-hook of a module: quantize the plain Parameters of `load_state_dict(assign=True)`."""
+    """Load post-hook of a module: quantize the plain Parameters of
+    `load_state_dict(assign=True)`."""
     for part, (weight, level) in _stored_weights(module).items():
         if not is_distributed(weight):
             if not isinstance(weight, ScaledTensor):
@@ -400,7 +443,8 @@ def quantize_assigned(module: nn.Module, incompatible_keys) -> None:
 
 
 def watch_shards(model: nn.Module) -> None:
-    """Add hooks to the new Parameters of `fully_shard`, so that gradients of shards are stored in E4M3. Idempotent."""
+    """Add hooks to the new Parameters of `fully_shard`, so that gradients of shards are stored in
+    E4M3. Idempotent."""
     owners = [module for module in model.modules() if LEVEL in module.__dict__]
     for owner in owners:
         for weight, _ in _stored_weights(owner).values():
@@ -417,8 +461,8 @@ def watch_shards(model: nn.Module) -> None:
 def copy_gradient(parameter: torch.Tensor) -> None:
     """Post-accumulate-grad hook of a small sharded parameter: give its gradient memory of its own.
 
-    FSDP2's gradients are views of its reduction buffer: the FP32 gradient of a bias would keep the whole buffer alive,
-    after the weights' gradients have become E4M3.
+    FSDP2's gradients are views of its reduction buffer: the FP32 gradient of a bias would keep the
+    whole buffer alive, after the weights' gradients have become E4M3.
     """
     local = local_part(parameter.grad)
     if local.untyped_storage().nbytes() > 2 * local.nbytes:

@@ -1,7 +1,8 @@
 """Use the original MS-AMP package (`implementation="original"`).
 
-It needs PyTorch 2.1, a patched NCCL and a build from source, and no package index carries it. It changes PyTorch for
-the whole process and returns new model and optimizer objects; its training is not counted or audited.
+It needs PyTorch 2.1, a patched NCCL and a build from source, and no package index carries it. It
+changes PyTorch for the whole process and returns new model and optimizer objects; its training is
+not counted or audited.
 """
 
 import importlib
@@ -15,26 +16,38 @@ from ..recipes.fields import OF_FEATURES
 from ..recipes.handlers import Recipe
 
 UNREADABLE = (
-    *("rounding", "shard_states", "gradient_release", "include", "exclude", "module_filter_func", "gradient_comm"),
+    *(
+        "rounding",
+        "shard_states",
+        "gradient_release",
+        "include",
+        "exclude",
+        "module_filter_func",
+        "gradient_comm",
+    ),
     *OF_FEATURES,
 )
 """Fields without an equivalent in the original."""
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `RecipeError` for unsupported fields, `BackendUnavailableError` if the package is not installed."""
+    """Raise `RecipeError` for unsupported fields, `BackendUnavailableError` if the package is not
+    installed."""
     if recipe.level not in ("O1", "O2"):
         raise RecipeError(
             f"implementation='original': msamp.initialize takes O1 and O2, not {recipe.level}; "
             f"{recipe.level} is available with implementation='native', the default"
         )
     if given := [name for name in UNREADABLE if name in recipe.given]:
-        raise RecipeError(f"{', '.join(given)}: not read by implementation='original'; leave it out")
+        raise RecipeError(
+            f"{', '.join(given)}: not read by implementation='original'; leave it out"
+        )
     if importlib.util.find_spec("msamp") is None:
         raise BackendUnavailableError(
-            "implementation='original': the package msamp is not installed. It cannot be installed with current "
-            "PyTorch (it needs torch 2.1 and a patched NCCL, and no index carries it); the native levels "
-            "msamp:O1 to msamp:O4 need none of that: leave implementation out"
+            "implementation='original': the package msamp is not installed. It cannot be installed "
+            "with current PyTorch (it needs torch 2.1 and a patched NCCL, and no index carries "
+            "it); the native levels msamp:O1 to msamp:O4 need none of that: leave implementation "
+            "out"
         )
 
 
@@ -42,6 +55,8 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recip
     """Return the new objects from `msamp.initialize`."""
     check(recipe)
     if optimizer is None:
-        raise RecipeError("implementation='original': msamp.initialize wants model and optimizer together")
+        raise RecipeError(
+            "implementation='original': msamp.initialize wants model and optimizer together"
+        )
     msamp = importlib.import_module("msamp")
     return msamp.initialize(model, optimizer, opt_level=recipe.level, use_te=recipe.compute == "te")

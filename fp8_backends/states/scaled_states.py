@@ -1,11 +1,12 @@
 """Optimizers with states stored at a level: everything but their formulas.
 
-`ScaledStates` is a base class in front of a stock class of `torch.optim`: the object keeps its groups, options, hooks,
-schedulers and state. A subclass declares its states (`Declaration`) and makes the steps of plain and of scaled
-parameters; `optimizers.py` converts.
+`ScaledStates` is a base class in front of a stock class of `torch.optim`: the object keeps its
+groups, options, hooks, schedulers and state. A subclass declares its states (`Declaration`) and
+makes the steps of plain and of scaled parameters; `optimizers.py` converts.
 
-On several ranks a step works on the local part of each parameter (`LocalView`): shards under FSDP2, with scales agreed
-on by the ranks (`sharding.py`); whole weights under DDP, at O3 and O4 those of this rank.
+On several ranks a step works on the local part of each parameter (`LocalView`): shards under FSDP2,
+with scales agreed on by the ranks (`sharding.py`); whole weights under DDP, at O3 and O4 those of
+this rank.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,8 @@ from . import checkpoint, sharding
 from .levels import StateRule, cast_equal_gradient, finish_accumulation
 
 MIN_SCALED_STATES = 4096
-"""Smaller plain parameters keep FP32 states: norms and biases take little memory and are sensitive."""
+"""Smaller plain parameters keep FP32 states: norms and biases take little memory and are
+sensitive."""
 
 
 class Declaration(NamedTuple):
@@ -44,12 +46,15 @@ class Declaration(NamedTuple):
     has_states: Callable[[Mapping[str, Any]], bool] = lambda group: True
     """Returns True if parameters of a group with these options have the states in `roles`."""
     exact_states: Callable[[torch.Size], Mapping[str, tuple[int, ...]]] = lambda shape: {}
-    """Returns the shapes of further states of a parameter: small ones, in FP32, and whole on each rank."""
+    """Returns the shapes of further states of a parameter: small ones, in FP32, and whole on each
+    rank."""
 
     def check_options(self, group: Mapping[str, Any]) -> None:
         """Raise `FP8BackendError` for refused options."""
         if given := [option for option in self.refused if group.get(option)]:
-            raise FP8BackendError(f"{given[0]}=True is not supported with scaled weights and states: leave it out")
+            raise FP8BackendError(
+                f"{given[0]}=True is not supported with scaled weights and states: leave it out"
+            )
 
 
 class Member(NamedTuple):
@@ -81,10 +86,12 @@ class LocalView(NamedTuple):
 
 
 def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
-    """Return this rank's part of a parameter with a gradient. Raises `FP8BackendError` if the master is elsewhere."""
+    """Return this rank's part of a parameter with a gradient. Raises `FP8BackendError` if the
+    master is elsewhere."""
     weight, copy = local_part(p), None
     gradient = local_part(placed_as(p, p.grad))
-    if isinstance(gradient, ScaledTensor) and gradient._view is not None:  # a view of another gradient was assigned
+    # a view of another gradient was assigned
+    if isinstance(gradient, ScaledTensor) and gradient._view is not None:
         gradient = gradient.values(torch.float32)
     if isinstance(weight, ScaledTensor):
         if weight.elsewhere is not None:
@@ -92,11 +99,21 @@ def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
         if weight.master is not None:
             weight, copy = weight.master, weight
     is_shard = is_distributed(p)
-    return LocalView(p, group, index, weight, copy, gradient, sharding.first_element(p) if is_shard else 0, is_shard)
+    return LocalView(
+        p,
+        group,
+        index,
+        weight,
+        copy,
+        gradient,
+        sharding.first_element(p) if is_shard else 0,
+        is_shard,
+    )
 
 
 class ScaledStates:
-    """Step and save a converted optimizer: base class in front of a stock class, with its `Declaration`."""
+    """Step and save a converted optimizer: base class in front of a stock class, with its
+    `Declaration`."""
 
     fp8_declared: Declaration
     fp8_states: StateRule
@@ -145,7 +162,8 @@ class ScaledStates:
         return [view._replace(state=self.state_of(view.group, view.parameter)) for view in views]
 
     def _step_plain(self, views: Sequence[LocalView]) -> None:
-        """Step plain parameters of one group with PyTorch's implementations. Their gradients are finite."""
+        """Step plain parameters of one group with PyTorch's implementations. Their gradients are
+        finite."""
         raise NotImplementedError
 
     def _step_scaled(self, views: Sequence[LocalView]) -> None:
@@ -161,7 +179,8 @@ class ScaledStates:
             if p.grad is not None and p.grad.is_sparse:
                 name = self.fp8_declared.stock.__name__
                 raise FP8BackendError(
-                    f"{name} over scaled states cannot use sparse gradients: make the embedding with sparse=False"
+                    f"{name} over scaled states cannot use sparse gradients: make the embedding "
+                    "with sparse=False"
                 )
             if p.grad is not None and self.owns(p):
                 views.append(view_of(p, group, index))
@@ -180,10 +199,13 @@ class ScaledStates:
         return self.fp8_declared.roles if self.fp8_declared.has_states(group) else {}
 
     def _is_plain(self, group: Mapping[str, Any], p: torch.Tensor) -> bool:
-        """Return True if neither the parameter nor its states are scaled: PyTorch's own step applies."""
+        """Return True if neither the parameter nor its states are scaled: PyTorch's own step
+        applies."""
         if p.is_complex() or p.dtype == torch.float64:
             return True
-        rounded = any(self.moment_format(p, name)[0] != torch.float32 for name in self.roles_of(group))
+        rounded = any(
+            self.moment_format(p, name)[0] != torch.float32 for name in self.roles_of(group)
+        )
         return not (rounded or _is_scaled(p)) and p.dtype == torch.float32
 
     def state_of(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
@@ -194,7 +216,8 @@ class ScaledStates:
         for name in self.roles_of(group):
             if name not in state:
                 state[name] = with_local(p, self.new_moment(p, name, local_part(p).device))
-            elif not checkpoint.is_stored(state[name], *self.moment_format(p, name)):  # somebody replaced it
+            # somebody replaced it
+            elif not checkpoint.is_stored(state[name], *self.moment_format(p, name)):
                 checkpoint.store_states(self, p, {name: state[name]})
         for name, shape in self.fp8_declared.exact_states(p.shape).items():
             if name not in state:
@@ -205,7 +228,9 @@ class ScaledStates:
         """Return zeros for the local part of a declared state of `p`."""
         dtype, block_size = self.moment_format(p, name)
         scaled = dtype in FORMAT_OF
-        zeros = torch.zeros(local_part(p).shape, dtype=torch.float32 if scaled else dtype, device=device)
+        zeros = torch.zeros(
+            local_part(p).shape, dtype=torch.float32 if scaled else dtype, device=device
+        )
         if scaled:
             zeros = quantize(zeros, dtype, block_size=block_size)
             zeros.partial, zeros.is_state = is_distributed(p), True
@@ -225,7 +250,8 @@ class ScaledStates:
         return getattr(self.fp8_states, self.fp8_declared.roles[name])
 
     def keep_all(self) -> None:
-        """End the sharding by `fp8_owners`: gather masters, residuals and states on each rank. All ranks call it."""
+        """End the sharding by `fp8_owners`: gather masters, residuals and states on each rank. All
+        ranks call it."""
         weights = self.fp8_owners.weights
         checkpoint.gather(self, weights)
         for p in weights:
@@ -242,50 +268,57 @@ class ScaledStates:
         return {**super().__getstate__(), "fp8_states": self.fp8_states}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return PyTorch's state dict with plain values: BF16 or FP32 on the CPU, for DTensors FP32 DTensors. Raises
-        `FP8BackendError` if other ranks own some of the states, outside of `whole_states`."""
+        """Return PyTorch's state dict with plain values: BF16 or FP32 on the CPU, for DTensors FP32
+        DTensors. Raises `FP8BackendError` if other ranks own some of the states, outside of
+        `whole_states`."""
         if self.fp8_owners is not None and not self.fp8_whole:
             raise FP8BackendError(
-                f"this optimizer's states are shared out between the ranks (level {self.fp8_states.level}): save with "
-                "Accelerator.save_state, called on all ranks; or enter "
-                "fp8_backends.checkpoints.whole_states(optimizer) on all ranks around state_dict(); or prepare with "
-                "shard_states=False"
+                "this optimizer's states are shared out between the ranks (level "
+                f"{self.fp8_states.level}): save with Accelerator.save_state, called on all ranks; "
+                "or enter fp8_backends.checkpoints.whole_states(optimizer) on all ranks around "
+                "state_dict(); or prepare with shard_states=False"
             )
         return checkpoint.export_states(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of any level or of the stock class, by value, into the group dictionaries that schedulers
-        hold. Raises `FP8BackendError`, without a change, if `checkpoint.check_states` rejects it."""
+        """Load a checkpoint of any level or of the stock class, by value, into the group
+        dictionaries that schedulers hold. Raises `FP8BackendError`, without a change, if
+        `checkpoint.check_states` rejects it."""
         if not self.fp8_checked:
             checkpoint.check_states(self, state_dict)
         checkpoint.load_states(self, state_dict, super().load_state_dict)
 
     def lost_updates(self) -> float | None:
-        """Return the share, 0 to 1, of the next update that rounding the weights would lose; None if unknown."""
+        """Return the share, 0 to 1, of the next update that rounding the weights would lose; None
+        if unknown."""
         return None
 
 
 def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise `FP8BackendError` if the gradient of a scaled weight is not reduced over the ranks: they would drift apart.
+    """Raise `FP8BackendError` if the gradient of a scaled weight is not reduced over the ranks:
+    they would drift apart.
 
-    FSDP2 reduces gradients of its DTensors, and hooks with the attribute `reduces` those of whole weights. Ranks with
-    `cast_equal_gradient` compute equal gradients.
+    FSDP2 reduces gradients of its DTensors, and hooks with the attribute `reduces` those of whole
+    weights. Ranks with `cast_equal_gradient` compute equal gradients.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
     unreduced = []
     for p in parameters:
         hooks = (p._post_accumulate_grad_hooks or {}).values()
-        settled = any(hook is cast_equal_gradient or getattr(hook, "reduces", False) for hook in hooks)
+        settled = any(
+            hook is cast_equal_gradient or getattr(hook, "reduces", False) for hook in hooks
+        )
         if type(p) is ScaledTensor and p.grad is not None and not settled:
             unreduced.append(p)
     if unreduced:
         shapes = ", ".join(sorted({str(tuple(p.shape)) for p in unreduced}))
         raise FP8BackendError(
-            f"the gradients of {counted(len(unreduced), 'scaled weight')} of shape {shapes} do not travel between "
-            f"ranks and would drift apart: prepare the DDP-wrapped model again, with its optimizer, so that its "
-            f"gradients are reduced; or, where other ranks have other weights (a pipeline), shard the model with "
-            f"fully_shard over the ranks that have these"
+            f"the gradients of {counted(len(unreduced), 'scaled weight')} of shape {shapes} do not "
+            "travel between ranks and would drift apart: prepare the DDP-wrapped model again, "
+            "with its optimizer, so that its gradients are reduced; or, where other ranks have "
+            "other weights (a pipeline), shard the model with fully_shard over the ranks that "
+            "have these"
         )
 
 
@@ -302,6 +335,8 @@ def _zero_what_is_not_finite(views: Sequence[LocalView]) -> None:
             unknown.setdefault(views[i].gradient.device, []).append(i)
     for members in unknown.values():
         largest = torch._foreach_norm([views[i].gradient for i in members], float("inf"))
-        spoiled |= zip(members, torch.isfinite(torch.stack(largest)).logical_not_().unbind(), strict=True)
+        spoiled |= zip(
+            members, torch.isfinite(torch.stack(largest)).logical_not_().unbind(), strict=True
+        )
     for i, is_spoiled in spoiled.items():
         views[i].gradient.masked_fill_(is_spoiled, 0)

@@ -1,8 +1,10 @@
-"""SGD, Muon and Adafactor over scaled weights, gradients and states: steps of a stock class on plain FP32 tensors.
+"""SGD, Muon and Adafactor over scaled weights, gradients and states: steps of a stock class on
+plain FP32 tensors.
 
-A twin of the stock optimizer steps FP32 copies, at most `PART` elements at a time or one parameter if its step needs
-all of it, and the results are rounded to their storage, with scales from their amaxes. Under FSDP2 such a parameter is
-gathered, and each rank keeps its rows. Plain FP32 parameters with FP32 states are stepped in place.
+A twin of the stock optimizer steps FP32 copies, at most `PART` elements at a time or one parameter
+if its step needs all of it, and the results are rounded to their storage, with scales from their
+amaxes. Under FSDP2 such a parameter is gathered, and each rank keeps its rows. Plain FP32
+parameters with FP32 states are stepped in place.
 """
 
 import copy
@@ -15,11 +17,27 @@ from torch import Tensor
 from torch.optim import _muon
 
 from ..errors import FP8BackendError
-from ..formats.formats import E4M3, E4M11, FINITE, FORMAT_OF, FP32, NOT_NEGATIVE, ROOT8, saturating_cast
+from ..formats.formats import (
+    E4M3,
+    E4M11,
+    FINITE,
+    FORMAT_OF,
+    FP32,
+    NOT_NEGATIVE,
+    ROOT8,
+    saturating_cast,
+)
 from ..formats.scaling import power_of_two_scale, scale_inv_of
 from ..kernels import cpu_casts
 from ..kernels.adam import Slot, is_finite
-from ..kernels.rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS, codes_of, random_bits, random_key
+from ..kernels.rounding import (
+    EXP_AVG_BITS,
+    EXP_AVG_SQ_BITS,
+    WEIGHT_BITS,
+    codes_of,
+    random_bits,
+    random_key,
+)
 from ..tensors.encoding import amax_of, decode, decode_pair
 from ..tensors.scaled_tensor import ScaledTensor
 from ..tensors.sharded_tensor import is_distributed, local_part, with_local
@@ -60,10 +78,17 @@ class StockSteps(ScaledStates):
     def _step_plain(self, views: Sequence[LocalView]) -> None:
         states = [view.state for view in views]
         weights = [view.weight.detach() for view in views]
-        before = [{name: local_part(value) for name, value in _stock_state(state).items()} for state in states]
+        before = [
+            {name: local_part(value) for name, value in _stock_state(state).items()}
+            for state in states
+        ]
         after = self.twin_step(views[0].group, weights, [view.gradient for view in views], before)
         for view, state, new in zip(views, states, after, strict=True):
-            local = {name: with_local(view.parameter, new[name]) for name in self.roles_of(view.group) if name in new}
+            local = {
+                name: with_local(view.parameter, new[name])
+                for name in self.roles_of(view.group)
+                if name in new
+            }
             _keep(state, new | local)
 
     def _step_scaled(self, views: Sequence[LocalView]) -> None:
@@ -75,15 +100,27 @@ class StockSteps(ScaledStates):
                 batch.write_copies(batch.write(batch.amaxes()))
 
     def whole_step(
-        self, group: Mapping[str, Any], p: Tensor, weight: Tensor, gradient: Tensor, state: dict[str, Any]
+        self,
+        group: Mapping[str, Any],
+        p: Tensor,
+        weight: Tensor,
+        gradient: Tensor,
+        state: dict[str, Any],
     ) -> dict[str, Any]:
-        """Make a `twin_step` of a whole parameter. All ranks of a sharded one gather it, and keep their rows."""
+        """Make a `twin_step` of a whole parameter. All ranks of a sharded one gather it, and keep
+        their rows."""
         roles = self.roles_of(group)
         whole = sharding.gathered(p, weight)
-        state = {name: sharding.gathered(p, value) if name in roles else value for name, value in state.items()}
+        state = {
+            name: sharding.gathered(p, value) if name in roles else value
+            for name, value in state.items()
+        }
         (new,) = self.twin_step(group, [whole], [sharding.gathered(p, gradient)], [state])
         weight.copy_(sharding.shard_of(p, whole))
-        return {name: sharding.shard_of(p, value) if name in roles else value for name, value in new.items()}
+        return {
+            name: sharding.shard_of(p, value) if name in roles else value
+            for name, value in new.items()
+        }
 
     def twin_step(
         self,
@@ -92,7 +129,8 @@ class StockSteps(ScaledStates):
         gradients: Sequence[torch.Tensor],
         states: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
-        """Step plain tensors in place with a stock optimizer and the options of a group. Return its new states.
+        """Step plain tensors in place with a stock optimizer and the options of a group. Return its
+        new states.
 
         Args:
             states: the stock class's states; empty before the first step.
@@ -100,18 +138,25 @@ class StockSteps(ScaledStates):
         Raises:
             FP8BackendError: the stock class has an undeclared state.
         """
-        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        options = {
+            name: value for name, value in group.items() if name not in ("params", "param_names")
+        }
         twin = self.fp8_declared.stock([{**options, "params": list(weights)}])
         for weight, gradient, state in zip(weights, gradients, states, strict=True):
             weight.grad, twin.state[weight] = gradient, state
         twin.step()
         new_states = [twin.state[weight] for weight in weights]
         for weight, state in zip(weights, new_states, strict=True):
-            declared = {"step", *self.fp8_declared.roles, *self.fp8_declared.exact_states(weight.shape)}
+            declared = {
+                "step",
+                *self.fp8_declared.roles,
+                *self.fp8_declared.exact_states(weight.shape),
+            }
             if unknown := state.keys() - declared:
                 raise FP8BackendError(
-                    f"{self.fp8_declared.stock.__name__} has a state {sorted(unknown)[0]!r} of each parameter that is "
-                    f"not declared, and would be lost: name it in fp8_roles of the class, or train at level O0"
+                    f"{self.fp8_declared.stock.__name__} has a state {sorted(unknown)[0]!r} of "
+                    "each parameter that is not declared, and would be lost: name it in fp8_roles "
+                    "of the class, or train at level O0"
                 )
         return new_states
 
@@ -145,16 +190,26 @@ class ScaledMuon(StockSteps, torch.optim.Muon):
     )
 
     def whole_step(
-        self, group: Mapping[str, Any], p: Tensor, weight: Tensor, gradient: Tensor, state: dict[str, Any]
+        self,
+        group: Mapping[str, Any],
+        p: Tensor,
+        weight: Tensor,
+        gradient: Tensor,
+        state: dict[str, Any],
     ) -> dict[str, Any]:
         """Gather only the direction of a sharded matrix, in PyTorch's BF16: 2 bytes an element."""
         if not is_distributed(p):
             return super().whole_step(group, p, weight, gradient, state)
         momentum, lr = group["momentum"], float(group["lr"])
-        average = state.get("momentum_buffer", torch.zeros_like(gradient)).lerp_(gradient, 1 - momentum)
+        average = state.get("momentum_buffer", torch.zeros_like(gradient)).lerp_(
+            gradient, 1 - momentum
+        )
         direction = gradient.lerp(average, momentum) if group["nesterov"] else average
         direction = _muon._zeropower_via_newtonschulz(
-            sharding.gathered(p, direction.bfloat16()), group["ns_coefficients"], group["ns_steps"], group["eps"]
+            sharding.gathered(p, direction.bfloat16()),
+            group["ns_coefficients"],
+            group["ns_steps"],
+            group["eps"],
         )
         weight.mul_(1 - lr * group["weight_decay"])
         adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], p.shape)
@@ -163,7 +218,8 @@ class ScaledMuon(StockSteps, torch.optim.Muon):
 
 
 def _variances(shape: torch.Size) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of Adafactor's states: a number for each row and column, or each element of a vector."""
+    """Return the shapes of Adafactor's states: a number for each row and column, or each element of
+    a vector."""
     if len(shape) < 2:
         return {"variance": tuple(shape)}
     return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
@@ -176,7 +232,8 @@ class ScaledAdafactor(StockSteps, torch.optim.Adafactor):
 
 
 def _stock_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state for the stock class: empty before the first step, which fills it."""
+    """Return a parameter's state for the stock class: empty before the first step, which fills
+    it."""
     if not state["step"]:
         return {}
     return {**state, "step": state["step"].clone()}
@@ -189,7 +246,8 @@ def _keep(state: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _batches(views: Sequence[LocalView]) -> Iterator[list[LocalView]]:
-    """Yield parameters of one group, in order, with at most `PART` elements together, or a single larger one."""
+    """Yield parameters of one group, in order, with at most `PART` elements together, or a single
+    larger one."""
     batch, size = [], 0
     for view in views:
         numel = view.parameter.numel()  # of the whole: all ranks make the same batches
@@ -207,7 +265,8 @@ _Values = dict[str, torch.Tensor]
 
 
 class _Batch:
-    """Step parameters of a group in the three parts of `AdamSteps`. One of more than `PART` elements runs twice."""
+    """Step parameters of a group in the three parts of `AdamSteps`. One of more than `PART`
+    elements runs twice."""
 
     def __init__(self, optimizer: StockSteps, views: Sequence[LocalView]) -> None:
         self._optimizer, self._group = optimizer, views[0].group
@@ -218,19 +277,27 @@ class _Batch:
         self._kept: list[_Values] | None = None
 
     def amaxes(self) -> list[list[torch.Tensor | None]]:
-        """Return max |x| of new weights and states, FP32: 0-dim, or [blocks]; None without scales. Writes nothing."""
+        """Return max |x| of new weights and states, FP32: 0-dim, or [blocks]; None without scales.
+        Writes nothing."""
         spans = [
-            [step.amaxes(values) for step, values in zip(self._steps, new, strict=True)] for _, new in self._computed()
+            [step.amaxes(values) for step, values in zip(self._steps, new, strict=True)]
+            for _, new in self._computed()
         ]
-        return [[_joined(parts) for parts in zip(*of_step, strict=True)] for of_step in zip(*spans, strict=True)]
+        return [
+            [_joined(parts) for parts in zip(*of_step, strict=True)]
+            for of_step in zip(*spans, strict=True)
+        ]
 
     def write(self, amaxes: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        """Write weights and states with scales from these amaxes. Return max |x| of stored weights that need a copy."""
+        """Write weights and states with scales from these amaxes. Return max |x| of stored weights
+        that need a copy."""
         for span, new in self._computed():
             for step, values, step_amaxes in zip(self._steps, new, amaxes, strict=True):
                 step.write(span, values, step_amaxes)
         self._kept = None
-        return [step.finish(step_amaxes) for step, step_amaxes in zip(self._steps, amaxes, strict=True)]
+        return [
+            step.finish(step_amaxes) for step, step_amaxes in zip(self._steps, amaxes, strict=True)
+        ]
 
     def write_copies(self, amaxes: list[torch.Tensor | None]) -> None:
         for step, amax in zip(self._steps, amaxes, strict=True):
@@ -238,7 +305,8 @@ class _Batch:
                 step.write_copy(self._spans, amax)
 
     def _computed(self) -> Iterator[tuple[slice, list[_Values]]]:
-        """Yield the new values of all parameters, part by part. A single part is kept until it is written."""
+        """Yield the new values of all parameters, part by part. A single part is kept until it is
+        written."""
         for span in self._spans:
             new = self._kept or self._compute(span)
             if len(self._spans) == 1:
@@ -251,8 +319,14 @@ class _Batch:
             new = optimizer.twin_step(self._group, *zip(*before, strict=True))
         else:
             parameters = [step.view.parameter for step in self._steps]
-            new = [optimizer.whole_step(self._group, p, *old) for p, old in zip(parameters, before, strict=True)]
-        return [step.after(weight, state) for step, (weight, *_), state in zip(self._steps, before, new, strict=True)]
+            new = [
+                optimizer.whole_step(self._group, p, *old)
+                for p, old in zip(parameters, before, strict=True)
+            ]
+        return [
+            step.after(weight, state)
+            for step, (weight, *_), state in zip(self._steps, before, new, strict=True)
+        ]
 
 
 class _Step:
@@ -262,7 +336,9 @@ class _Step:
         self.view, self.state = view, view.state
         self.roles = {WEIGHT: WEIGHT, **optimizer.roles_of(view.group)}
         weight = view.weight if isinstance(view.weight, ScaledTensor) else view.weight.contiguous()
-        self.slots = {name: slot_of(weight if name == WEIGHT else self.state[name]) for name in self.roles}
+        self.slots = {
+            name: slot_of(weight if name == WEIGHT else self.state[name]) for name in self.roles
+        }
         self.numel = self.slots[WEIGHT].data.numel()
         self.gradient = slot_of(view.gradient)
         self.finite = is_finite(self.gradient) if view.finite is None else view.finite
@@ -275,14 +351,19 @@ class _Step:
         state = _stock_state(self.state)
         for name, value in state.items():
             declared = name in self.roles
-            state[name] = _read(self.slots[name], span).view(self.shape) if declared else copy.deepcopy(value)
+            state[name] = (
+                _read(self.slots[name], span).view(self.shape) if declared else copy.deepcopy(value)
+            )
         return _read(self.slots[WEIGHT], span).view(self.shape), gradient.view(self.shape), state
 
     def after(self, weight: torch.Tensor, new: dict[str, Any]) -> _Values:
         """Split the stock class's results of a part into rounded values and others."""
         self.unrounded = {name: value for name, value in new.items() if name not in self.roles}
         values = {name: weight if name == WEIGHT else new.get(name) for name in self.roles}
-        return {name: (torch.zeros_like(weight) if v is None else v).reshape(-1) for name, v in values.items()}
+        return {
+            name: (torch.zeros_like(weight) if v is None else v).reshape(-1)
+            for name, v in values.items()
+        }
 
     def amaxes(self, values: _Values) -> list[torch.Tensor | None]:
         amaxes = []
@@ -296,12 +377,15 @@ class _Step:
         weight, random = values[WEIGHT], None
         if self.rounding == "stochastic":
             step = (self.state["step"] + 1).to(weight.device, torch.float32)
-            random = random_bits(random_key(self.view.index, step), self.view.first + span.start, weight.numel())
+            random = random_bits(
+                random_key(self.view.index, step), self.view.first + span.start, weight.numel()
+            )
         for (name, role), amax in zip(self.roles.items(), amaxes, strict=True):
             _write(self.slots[name], span, values[name], amax, role, random)
 
     def finish(self, amaxes: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Store scales and unrounded results. Return max |x| of the stored weight if it has a copy."""
+        """Store scales and unrounded results. Return max |x| of the stored weight if it has a
+        copy."""
         for slot, amax in zip(self.slots.values(), amaxes, strict=True):
             _write_scale(slot, amax)
         weight, view = self.slots[WEIGHT], self.view
@@ -336,14 +420,20 @@ def _read(slot: Slot, span: slice) -> torch.Tensor:
 def _bytes(data: torch.Tensor, span: slice) -> torch.Tensor:
     """Return a part of stored data, flat; FP8 as bytes."""
     flat = data.detach().view(-1)[span]
-    return flat.view(torch.uint8) if flat.dtype.is_floating_point and flat.dtype.itemsize == 1 else flat
+    return (
+        flat.view(torch.uint8)
+        if flat.dtype.is_floating_point and flat.dtype.itemsize == 1
+        else flat
+    )
 
 
 def _spread(scale: torch.Tensor, slot: Slot, span: slice, values: torch.Tensor) -> torch.Tensor:
     """Return the scale of each value of a part, or the one of all."""
     if not slot.block_size:
         return scale
-    return scale[span.start // slot.block_size :].repeat_interleave(slot.block_size)[: values.numel()]
+    return scale[span.start // slot.block_size :].repeat_interleave(slot.block_size)[
+        : values.numel()
+    ]
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -362,9 +452,15 @@ def _write_scale(slot: Slot, amax: torch.Tensor | None) -> None:
 
 
 def _write(
-    slot: Slot, span: slice, values: torch.Tensor, amax: torch.Tensor | None, role: str, random: torch.Tensor | None
+    slot: Slot,
+    span: slice,
+    values: torch.Tensor,
+    amax: torch.Tensor | None,
+    role: str,
+    random: torch.Tensor | None,
 ) -> None:
-    """Store a part, scaled if there is an amax. random: an element's bits; None rounds to nearest."""
+    """Store a part, scaled if there is an amax. random: an element's bits; None rounds to
+    nearest."""
     fmt, above_zero = slot.format, role == "second_moment"
     if amax is not None:
         values = values.sqrt() if fmt is ROOT8 else values

@@ -1,11 +1,13 @@
-"""`BlockCodes`: a frozen matrix of a checkpoint, codes with scales of blocks, as one `torch.Tensor`.
+"""`BlockCodes`: a frozen matrix of a checkpoint, codes with scales of blocks, as one
+`torch.Tensor`.
 
     value = code * scale_inv                                E4M3: 128 x 128 values under an FP32 scale, or all of them
     value = code * (scale_inv / or * tensor_scale)          NVFP4: E2M1, 16 values of a row under an E4M3 scale
     value = code * 2**(scale_inv - 127)                     MXFP4: E2M1, 32 values of a row under an E8M0 scale
 
-It keeps the checkpoint's codes to the bit. Products read E4M3 codes in squares; every other operation reads plain
-values. Copying a whole matrix into it is the only write; operations in place raise, also through views (`FrozenView`).
+It keeps the checkpoint's codes to the bit. Products read E4M3 codes in squares; every other
+operation reads plain values. Copying a whole matrix into it is the only write; operations in place
+raise, also through views (`FrozenView`).
 """
 
 import traceback
@@ -27,8 +29,8 @@ aten = torch.ops.aten
 _PARTS = ("codes", "scale_inv", "tensor_scale")
 _STORED = (*_PARTS, "code_layout", "state_dict_copies")
 REFUSAL = (
-    "would change the frozen codes of a checkpoint in place: fp8_backends.restore(model) makes weights "
-    "plain, to merge adapters or to train them, and `weight + 0` is a plain copy"
+    "would change the frozen codes of a checkpoint in place: fp8_backends.restore(model) makes "
+    "weights plain, to merge adapters or to train them, and `weight + 0` is a plain copy"
 )
 
 
@@ -53,14 +55,22 @@ class CodeLayout(NamedTuple):
         return torch.Size((codes.shape[0], codes.shape[1] * 2)) if self.is_packed else codes.shape
 
     def values(self, parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize, with the roundings of compressed-tensors and ModelOpt: the scale and the product in FP32."""
+        """Dequantize, with the roundings of compressed-tensors and ModelOpt: the scale and the
+        product in FP32."""
         codes, scales, *tensor_scale = parts
         numbers = nvfp4.unpacked(codes) if self.is_packed else codes.float()
         scales = e8m0_values(scales) if scales.dtype == torch.uint8 else scales.float()
         if tensor_scale:
-            scales = scales * tensor_scale[0] if self is MODELOPT_NVFP4 else scales / tensor_scale[0]
+            scales = (
+                scales * tensor_scale[0] if self is MODELOPT_NVFP4 else scales / tensor_scale[0]
+            )
         if self.is_packed:  # in place: FP32 takes eight times the codes
-            return numbers.unflatten(1, (scales.shape[1], -1)).mul_(scales.unsqueeze(2)).flatten(1).to(dtype)
+            return (
+                numbers.unflatten(1, (scales.shape[1], -1))
+                .mul_(scales.unsqueeze(2))
+                .flatten(1)
+                .to(dtype)
+            )
         if self.blocks is None:
             return (numbers * scales).to(dtype)
         return self.blocks.dequantize(Quantized(numbers, scales), dtype)
@@ -72,20 +82,34 @@ class CodeLayout(NamedTuple):
         grid = torch.Size(-(-size // side) for size, side in zip(shape, sides, strict=True))
         alone = scales[1:] if self.blocks else scales
         fits = (
-            codes.dim() == 2 and self.shape(codes) == torch.Size(shape) and (scales[0].shape == grid or alone == scales)
+            codes.dim() == 2
+            and self.shape(codes) == torch.Size(shape)
+            and (scales[0].shape == grid or alone == scales)
         )
-        if fits and all(scale.numel() == 1 for scale in alone) and not (self.is_packed and shape[1] % sides[1]):
+        if (
+            fits
+            and all(scale.numel() == 1 for scale in alone)
+            and not (self.is_packed and shape[1] % sides[1])
+        ):
             return None
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         return f"{self.name} codes and scales of shapes {shapes} hold no weight of shape {tuple(shape)}"
 
 
-SQUARE_CODES = CodeLayout("E4M3", SQUARES, {"weight": E4M3.dtype, "weight_scale_inv": torch.float32})
-TENSOR_CODES = CodeLayout("E4M3 with one scale", None, {"weight": E4M3.dtype, "scale_weight": torch.float32})
+SQUARE_CODES = CodeLayout(
+    "E4M3", SQUARES, {"weight": E4M3.dtype, "weight_scale_inv": torch.float32}
+)
+TENSOR_CODES = CodeLayout(
+    "E4M3 with one scale", None, {"weight": E4M3.dtype, "scale_weight": torch.float32}
+)
 PACKED_NVFP4 = CodeLayout(
     "NVFP4",
     NVFP4,
-    {"weight_packed": torch.uint8, "weight_scale": E4M3.dtype, "weight_global_scale": torch.float32},
+    {
+        "weight_packed": torch.uint8,
+        "weight_scale": E4M3.dtype,
+        "weight_global_scale": torch.float32,
+    },
 )
 MODELOPT_NVFP4 = CodeLayout(
     "NVFP4 of ModelOpt",
@@ -93,14 +117,21 @@ MODELOPT_NVFP4 = CodeLayout(
     {"weight": torch.uint8, "weight_scale": E4M3.dtype, "weight_scale_2": torch.float32},
 )
 PACKED_MXFP4 = CodeLayout("MXFP4", MX, {"weight_packed": torch.uint8, "weight_scale": torch.uint8})
-LAYOUTS = {each.name: each for each in (SQUARE_CODES, TENSOR_CODES, PACKED_NVFP4, MODELOPT_NVFP4, PACKED_MXFP4)}
+LAYOUTS = {
+    each.name: each
+    for each in (SQUARE_CODES, TENSOR_CODES, PACKED_NVFP4, MODELOPT_NVFP4, PACKED_MXFP4)
+}
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor | None]) -> CodeLayout | None:
-    """Return the layout of a layer's tensors by their names and dtypes; None for any other layer."""
+    """Return the layout of a layer's tensors by their names and dtypes; None for any other
+    layer."""
 
     def has(layout: CodeLayout) -> bool:
-        return all(getattr(tensors.get(name), "dtype", None) == dtype for name, dtype in layout.parts.items())
+        return all(
+            getattr(tensors.get(name), "dtype", None) == dtype
+            for name, dtype in layout.parts.items()
+        )
 
     return next(filter(has, LAYOUTS.values()), None)
 
@@ -120,12 +151,15 @@ class Frozen(WithoutMemory):
 
     @property
     def data(self) -> torch.Tensor:
-        """A view outside of autograd. Assigning other values raises, since `torch.Tensor.data` would change nothing."""
+        """A view outside of autograd. Assigning other values raises, since `torch.Tensor.data`
+        would change nothing."""
         return torch.Tensor.data.__get__(self)
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        if type(values) is not type(self) or any(a is not b for a, b in zip(values.parts, self.parts, strict=True)):
+        if type(values) is not type(self) or any(
+            a is not b for a, b in zip(values.parts, self.parts, strict=True)
+        ):
             raise FP8BackendError(f"an assignment to `.data` {REFUSAL}")
 
     @classmethod
@@ -137,19 +171,26 @@ class Frozen(WithoutMemory):
 
 
 class BlockCodes(Frozen):
-    """A frozen matrix stored as codes and scales. PyTorch sees the shape and dtype of its values."""
+    """A frozen matrix stored as codes and scales. PyTorch sees the shape and dtype of its
+    values."""
 
     @staticmethod
-    def __new__(cls, parts: Sequence[torch.Tensor], dtype: torch.dtype, layout: CodeLayout = SQUARE_CODES):
+    def __new__(
+        cls, parts: Sequence[torch.Tensor], dtype: torch.dtype, layout: CodeLayout = SQUARE_CODES
+    ):
         shape = layout.shape(parts[0])
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)
 
-    def __init__(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, layout: CodeLayout = SQUARE_CODES) -> None:
+    def __init__(
+        self, parts: Sequence[torch.Tensor], dtype: torch.dtype, layout: CodeLayout = SQUARE_CODES
+    ) -> None:
         self.__dict__.update(zip(_PARTS, parts, strict=False))
         self.code_layout, self.state_dict_copies = layout, StateDictCopies()
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, layout: CodeLayout) -> "BlockCodes":
+    def of(
+        cls, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, layout: CodeLayout
+    ) -> "BlockCodes":
         """Hold the tensors of a checkpoint's layer, by their names in `layout.parts`."""
         return cls([tensors[name].detach().contiguous() for name in layout.parts], dtype, layout)
 
@@ -158,11 +199,17 @@ class BlockCodes(Frozen):
         """Round values [rows, columns] to NVFP4 or MXFP4."""
         if layout is PACKED_NVFP4:
             codes = nvfp4.quantized(values)
-            parts = codes.codes, nvfp4.parts_of(codes)[1], nvfp4.tensor_scale(tensor_amax(values)).reshape(1)
+            parts = (
+                codes.codes,
+                nvfp4.parts_of(codes)[1],
+                nvfp4.tensor_scale(tensor_amax(values)).reshape(1),
+            )
             return cls(parts, values.dtype, layout)
         amax = MX.amax(values)
         scale = MX.scale(amax, E2M1)
-        codes = nvfp4.cast((MX.tiles(values).float() * scale.unsqueeze(1).unsqueeze(3)).view(values.shape))
+        codes = nvfp4.cast(
+            (MX.tiles(values).float() * scale.unsqueeze(1).unsqueeze(3)).view(values.shape)
+        )
         return cls((nvfp4.packed(codes), MX.inverse(scale, amax)), values.dtype, layout)
 
     def exact(self) -> torch.Tensor:
@@ -181,12 +228,18 @@ class BlockCodes(Frozen):
     @staticmethod
     def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
         dtype, layout = context
-        return BlockCodes([inner_tensors[name] for name in _PARTS if name in inner_tensors], dtype, LAYOUTS[layout])
+        return BlockCodes(
+            [inner_tensors[name] for name in _PARTS if name in inner_tensors],
+            dtype,
+            LAYOUTS[layout],
+        )
 
     def __repr__(self) -> str:
         blocks = self.code_layout.blocks
         one = f"one scale for {blocks.rows} x {blocks.columns} elements" if blocks else "one scale"
-        return f"BlockCodes({list(self.shape)} {self.dtype}, stored as {self.code_layout.name}, {one})"
+        return (
+            f"BlockCodes({list(self.shape)} {self.dtype}, stored as {self.code_layout.name}, {one})"
+        )
 
     def __reduce_ex__(self, protocol):
         others = {name: value for name, value in self.__dict__.items() if name not in _STORED}
@@ -194,16 +247,21 @@ class BlockCodes(Frozen):
         return _rebuild, (parts, self.dtype, others, self.code_layout.name)
 
 
-def _rebuild(parts: list[torch.Tensor], dtype: torch.dtype, others: dict[str, Any], layout: str) -> BlockCodes:
+def _rebuild(
+    parts: list[torch.Tensor], dtype: torch.dtype, others: dict[str, Any], layout: str
+) -> BlockCodes:
     layout = LAYOUTS[layout]
     dtypes = layout.parts.values()
-    tensor = BlockCodes([part.view(kind) for part, kind in zip(parts, dtypes, strict=True)], dtype, layout)
+    tensor = BlockCodes(
+        [part.view(kind) for part, kind in zip(parts, dtypes, strict=True)], dtype, layout
+    )
     tensor.__dict__.update(others)
     return tensor
 
 
 class FrozenView(Frozen):
-    """A view of a `BlockCodes`: a copy of plain values. Writes raise, since the codes would not change."""
+    """A view of a `BlockCodes`: a copy of plain values. Writes raise, since the codes would not
+    change."""
 
     @staticmethod
     def __new__(cls, values: torch.Tensor):
@@ -263,16 +321,21 @@ def _part_by_part(func, tensor, *, dtype=None, **kwargs):
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
     options = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
-    return BlockCodes([func(part, **options) for part in tensor.parts], dtype or tensor.dtype, tensor.code_layout)
+    return BlockCodes(
+        [func(part, **options) for part in tensor.parts], dtype or tensor.dtype, tensor.code_layout
+    )
 
 
 def _copy_(func, target, source, non_blocking=False):
-    """Copy codes, or plain values: E4M3 in squares encodes them with the present scales, so that saved values of these
-    codes give the same codes again, and a block with larger values gets a new scale; other codes only keep their own.
+    """Copy codes, or plain values: E4M3 in squares encodes them with the present scales, so that
+    saved values of these codes give the same codes again, and a block with larger values gets a new
+    scale; other codes only keep their own.
     """
     if not isinstance(source, BlockCodes) or source.code_layout is not target.code_layout:
         values = _plain(source).to(target.device).expand(target.shape)
-        source = _encoded(values, target) if target.code_layout is SQUARE_CODES else _own(values, target)
+        source = (
+            _encoded(values, target) if target.code_layout is SQUARE_CODES else _own(values, target)
+        )
     target.state_dict_copies.accept()
     for part, new in zip(target.parts, source.parts, strict=True):
         part.copy_(new, non_blocking)
@@ -292,22 +355,26 @@ def _encoded(values: torch.Tensor, target: BlockCodes) -> BlockCodes:
 def _own(values: torch.Tensor, target: BlockCodes) -> BlockCodes:
     """Return the target itself if these are its values, in the narrower of both dtypes."""
     narrower = min(values.dtype, target.dtype, key=lambda dtype: dtype.itemsize)
-    if not torch.equal(values.to(narrower), target.code_layout.values(target.parts, target.dtype).to(narrower)):
+    if not torch.equal(
+        values.to(narrower), target.code_layout.values(target.parts, target.dtype).to(narrower)
+    ):
         raise FP8BackendError(
-            f"frozen {target.code_layout.name} codes cannot take other values without a loss: load the checkpoint of "
-            "these codes, or make the weights plain first (fp8_backends.restore(model), or "
-            "fp8_backends.checkpoints.dequantize(model))"
+            f"frozen {target.code_layout.name} codes cannot take other values without a loss: load "
+            "the checkpoint of these codes, or make the weights plain first "
+            "(fp8_backends.restore(model), or fp8_backends.checkpoints.dequantize(model))"
         )
     return target
 
 
 def _refuse_fsdp2(func, tensor, *args, **kwargs):
     """Raise `FP8BackendError` if FSDP2 cuts the matrix up: it would keep plain values."""
-    if all(frame.f_code.co_name != "_init_sharded_param" for frame, _ in traceback.walk_stack(None)):
+    if all(
+        frame.f_code.co_name != "_init_sharded_param" for frame, _ in traceback.walk_stack(None)
+    ):
         return NotImplemented
     raise FP8BackendError(
-        "frozen codes of a checkpoint are whole, and FSDP2 would keep plain values of them. Fix: use DDP, or "
-        "fp8_backends.checkpoints.dequantize(model) before fully_shard"
+        "frozen codes of a checkpoint are whole, and FSDP2 would keep plain values of them. Fix: "
+        "use DDP, or fp8_backends.checkpoints.dequantize(model) before fully_shard"
     )
 
 

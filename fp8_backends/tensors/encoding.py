@@ -1,7 +1,7 @@
 """Encode plain values as low-precision data with power-of-two scales, and decode them.
 
-A pair (`formats.E4M11`) is E4M3 data with an int8 residual. `kernels.rounding` defines its bits; a CPU encodes and
-decodes it in parts that fit its cache.
+A pair (`formats.E4M11`) is E4M3 data with an int8 residual. `kernels.rounding` defines its bits; a
+CPU encodes and decodes it in parts that fit its cache.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,13 @@ PART = 2**15
 
 
 def encode(
-    values: torch.Tensor, storage: torch.dtype, block_size: int = 0, amax: torch.Tensor | None = None
+    values: torch.Tensor,
+    storage: torch.dtype,
+    block_size: int = 0,
+    amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round values to nearest. Return data and scale_inv. Arguments as in `scaled_tensor.quantize`."""
+    """Round values to nearest. Return data and scale_inv. Arguments as in
+    `scaled_tensor.quantize`."""
     if storage not in FORMAT_OF:
         return values.to(storage).clone(), torch.ones((), device=values.device)
     fmt = FORMAT_OF[storage]
@@ -36,12 +40,17 @@ def encode(
     scaled = values.float() * (_spread(scale, block_size, values.shape) if block_size else scale)
     # no positive value becomes a root of 0
     is_root = fmt is ROOT8
-    data = rounding.codes_of(scaled, ROOT8, above_zero=True)[0] if is_root else saturating_cast(scaled, fmt)
+    data = (
+        rounding.codes_of(scaled, ROOT8, above_zero=True)[0]
+        if is_root
+        else saturating_cast(scaled, fmt)
+    )
     return data, scale_inv_of(scale, amax)
 
 
 def encode_sum(data: torch.Tensor, scale_inv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round `data * scale_inv`, FP32, to E4M3. Return data and scale_inv. The old scale may be any number."""
+    """Round `data * scale_inv`, FP32, to E4M3. Return data and scale_inv. The old scale may be any
+    number."""
     if not _has_fused_cast(data):
         return encode(data * scale_inv, E4M3.dtype)
     codes, new_scale_inv = _fused_cast(data, E4M3, scale_inv.abs())
@@ -57,7 +66,9 @@ def encode_pair(
     codes = torch.empty_like(values, dtype=torch.uint8)
     residual = torch.empty_like(values, dtype=torch.int8)
     for source, *targets in _parts(values, codes, residual):
-        for target, rounded in zip(targets, rounding.codes_of(source.float() * scale, E4M11), strict=True):
+        for target, rounded in zip(
+            targets, rounding.codes_of(source.float() * scale, E4M11), strict=True
+        ):
             target.copy_(rounded)
     return codes.view(E4M3.dtype), residual, scale_inv_of(scale, amax)
 
@@ -71,16 +82,21 @@ def decode(data: torch.Tensor, scale_inv: torch.Tensor, block_size: int = 0) -> 
     return data.float() * scale_inv
 
 
-def decode_pair(codes: torch.Tensor, residual: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+def decode_pair(
+    codes: torch.Tensor, residual: torch.Tensor, scale_inv: torch.Tensor
+) -> torch.Tensor:
     """Return the FP32 values of codes and residuals of one shape, contiguous."""
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    for target, code, rest in _parts(values, codes.view(torch.uint8).contiguous(), residual.contiguous()):
+    for target, code, rest in _parts(
+        values, codes.view(torch.uint8).contiguous(), residual.contiguous()
+    ):
         torch.mul(rounding.decoded(code, E4M11, rest), scale_inv, out=target)
     return values
 
 
 def amax_of(values: torch.Tensor, block_size: int = 0) -> torch.Tensor:
-    """Return max |x|, FP32: 0-dimensional, or of each block of the flattened tensor. Accepts empty tensors."""
+    """Return max |x|, FP32: 0-dimensional, or of each block of the flattened tensor. Accepts empty
+    tensors."""
     if not block_size:
         return tensor_amax(values) if values.numel() else values.new_zeros((), dtype=torch.float32)
     flat = values.detach().float().abs().reshape(-1)
@@ -92,16 +108,23 @@ def amax_of(values: torch.Tensor, block_size: int = 0) -> torch.Tensor:
 
 def _has_fused_cast(values: torch.Tensor) -> bool:
     """Return True if the cast of FP8 products accepts these values."""
-    return values.dtype in (torch.float32, torch.bfloat16, torch.float16) and values.dim() > 0 and values.numel() > 0
+    return (
+        values.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and values.dim() > 0
+        and values.numel() > 0
+    )
 
 
 def _fused_cast(
     values: torch.Tensor, fmt: Format, stored_scale_inv: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scale_inv of `values`, or of `values * stored_scale_inv` (not negative): two passes over GPU
-    memory. The new scale is a power of two, so the order of multiplications does not change the rounding."""
+    """Return codes and scale_inv of `values`, or of `values * stored_scale_inv` (not negative): two
+    passes over GPU memory. The new scale is a power of two, so the order of multiplications does
+    not change the rounding."""
     matrix = values.reshape(-1, values.shape[-1])
-    layouts = quantization.quantize(matrix, fmt, columns=False, rule=POWER_OF_TWO, stored_scale_inv=stored_scale_inv)
+    layouts = quantization.quantize(
+        matrix, fmt, columns=False, rule=POWER_OF_TWO, stored_scale_inv=stored_scale_inv
+    )
     return layouts.codes.view(values.shape), layouts.scale_inv
 
 
@@ -113,4 +136,6 @@ def _spread(scales: torch.Tensor, block_size: int, shape: torch.Size) -> torch.T
 def _parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     flat = [tensor.view(-1) for tensor in tensors]
     in_parts = flat[0].device.type == "cpu" and is_eager(flat[0])
-    return zip(*(tensor.split(PART if in_parts else max(len(tensor), 1)) for tensor in flat), strict=True)
+    return zip(
+        *(tensor.split(PART if in_parts else max(len(tensor), 1)) for tensor in flat), strict=True
+    )

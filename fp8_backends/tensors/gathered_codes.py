@@ -1,7 +1,8 @@
-"""`GatheredCodes`: a weight gathered by FSDP2 as the FP8 codes of the products, in one `torch.Tensor`.
+"""`GatheredCodes`: a weight gathered by FSDP2 as the FP8 codes of the products, in one
+`torch.Tensor`.
 
-It replaces the weight until FSDP2 frees the gathered memory. The high-precision values stay on the ranks with its rows,
-so every other read raises.
+It replaces the weight until FSDP2 frees the gathered memory. The high-precision values stay on the
+ranks with its rows, so every other read raises.
 """
 
 import torch
@@ -24,10 +25,11 @@ class GatheredCodes(torch.Tensor):
     """A tensor with the weight's shape and strides and the dtype of its gradient.
 
     Attributes:
-        parts: the gathered tensors by name. All aliases share this dictionary, because FSDP2 gathers again into the
-            Parameter saved by a graph. `fprop_codes` and `dgrad_codes` are FP8 of the weight's shape, one tensor if one
-            cast serves both products; `fprop_scale_inv` and `dgrad_scale_inv` as in `Quantized`, in the weight's
-            layout, for experts [experts, rows of blocks, blocks in a row]; `weight_amax` is max |x|, FP32,
+        parts: the gathered tensors by name. All aliases share this dictionary, because FSDP2
+            gathers again into the Parameter saved by a graph. `fprop_codes` and `dgrad_codes` are
+            FP8 of the weight's shape, one tensor if one cast serves both products;
+            `fprop_scale_inv` and `dgrad_scale_inv` as in `Quantized`, in the weight's layout, for
+            experts [experts, rows of blocks, blocks in a row]; `weight_amax` is max |x|, FP32,
             0-dimensional or [experts], for the delayed rule.
     """
 
@@ -48,20 +50,23 @@ class GatheredCodes(torch.Tensor):
         self.parts = parts
 
     def read_by(self, product: str) -> Quantized:
-        """Return the codes of FPROP or DGRAD, in the weight's layout. Raises `FP8BackendError` if not gathered now."""
+        """Return the codes of FPROP or DGRAD, in the weight's layout. Raises `FP8BackendError` if
+        not gathered now."""
         codes = self.parts.get(f"{product}_codes")
-        if codes is None or (not torch.compiler.is_compiling() and codes.untyped_storage().nbytes() == 0):
+        if codes is None or (
+            not torch.compiler.is_compiling() and codes.untyped_storage().nbytes() == 0
+        ):
             raise self.error(
-                f"those that {product} reads are not here now: forward gathers fprop's, backward gathers dgrad's, and "
-                f"code that was compiled for one of them finds the other"
+                f"those that {product} reads are not here now: forward gathers fprop's, backward "
+                "gathers dgrad's, and code that was compiled for one of them finds the other"
             )
         return Quantized(codes, self.parts[f"{product}_scale_inv"])
 
     def error(self, what: str) -> FP8BackendError:
         """Return the error for an operation that needs more than these codes."""
         return FP8BackendError(
-            f"a weight of shape {list(self.shape)} was gathered by FSDP2 as FP8 codes, and {what}. Use "
-            "enable_fsdp_float8_all_gather=False"
+            f"a weight of shape {list(self.shape)} was gathered by FSDP2 as FP8 codes, and {what}. "
+            "Use enable_fsdp_float8_all_gather=False"
         )
 
     def __tensor_flatten__(self):
@@ -78,7 +83,9 @@ class GatheredCodes(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func in _ALIASES or (func == aten.as_strided.default and _is_whole(*args)):
             return GatheredCodes(args[0].parts, args[0].dtype)
-        weight = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GatheredCodes))
+        weight = next(
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GatheredCodes)
+        )
         raise weight.error(f"{func} asks for its values")
 
 
@@ -91,7 +98,8 @@ def _is_whole(weight: torch.Tensor, size, stride, storage_offset=None) -> bool:
 
 
 class WithoutTokens(torch.autograd.Function):
-    """Return the output [..., features] of an empty input: reads no weights, and gives them zero gradients."""
+    """Return the output [..., features] of an empty input: reads no weights, and gives them zero
+    gradients."""
 
     @staticmethod
     def forward(ctx, x, features, dtype, *weights):
@@ -101,6 +109,8 @@ class WithoutTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return tuple(
-            torch.zeros(like[0], dtype=like[1], device=gradient.device) if like is not None and needed else None
+            torch.zeros(like[0], dtype=like[1], device=gradient.device)
+            if like is not None and needed
+            else None
             for like, needed in zip(ctx.like, ctx.needs_input_grad, strict=True)
         )

@@ -1,6 +1,7 @@
 """Replace the tensor inside a Parameter object: optimizers, ties and references stay valid.
 
-`torch.utils.swap_tensors` also swaps the user's attributes and hooks, and drops the gradient; they are kept here.
+`torch.utils.swap_tensors` also swaps the user's attributes and hooks, and drops the gradient; they
+are kept here.
 """
 
 import contextlib
@@ -19,8 +20,8 @@ _STORAGE = {*STORED, "_is_param"}
 
 
 def swap(parameter: nn.Parameter, tensor: torch.Tensor, name: str) -> None:
-    """Replace the tensor of `parameter` by `tensor`, plain or scaled. Its gradient stays unchanged. Raises
-    `FP8BackendError`, without a change, if something else holds the parameter's tensor."""
+    """Replace the tensor of `parameter` by `tensor`, plain or scaled. Its gradient stays unchanged.
+    Raises `FP8BackendError`, without a change, if something else holds the parameter's tensor."""
     refuse_if_held(parameter, name)
     gradient, belongings = parameter.grad, _belongings(parameter)
     parameter.grad = None
@@ -44,16 +45,19 @@ def refuse_if_held(parameter: nn.Parameter, name: str) -> None:
 
 def _held(name: str, why: str) -> str:
     return (
-        f"{name}: its storage cannot be swapped while something else holds the tensor ({why}): prepare the model and "
-        f"move it to its device before torch.compile runs it, before it is wrapped, when no loss of an earlier forward "
-        f"is kept and no profiler runs"
+        f"{name}: its storage cannot be swapped while something else holds the tensor ({why}): "
+        "prepare the model and move it to its device before torch.compile runs it, before it is "
+        "wrapped, when no loss of an earlier forward is kept and no profiler runs"
     )
 
 
 @contextlib.contextmanager
-def belongings_kept(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Keep hooks and attributes where they are during `module.to(…)`, which swaps the tensors of scaled Parameters.
-    Weights that `fn` would leave on their device in their dtype stay out: others may hold them, and forbid a swap."""
+def belongings_kept(
+    module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Keep hooks and attributes where they are during `module.to(…)`, which swaps the tensors of
+    scaled Parameters. Weights that `fn` would leave on their device in their dtype stay out: others
+    may hold them, and forbid a swap."""
     scaled = {name: p for name, p in module._parameters.items() if isinstance(p, ScaledTensor)}
     unchanged = {name: p for name, p in scaled.items() if _leaves(fn, p)}
     for name, parameter in scaled.items():
@@ -75,7 +79,8 @@ def _leaves(fn: Callable[[torch.Tensor], torch.Tensor], parameter: torch.Tensor)
 
 
 class KeepsBelongings:
-    """`_apply` of a foreign module class with `belongings_kept` around it. Picklable, unlike a closure."""
+    """`_apply` of a foreign module class with `belongings_kept` around it. Picklable, unlike a
+    closure."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -90,7 +95,9 @@ def _belongings(parameter: torch.Tensor) -> tuple[dict[str, Any], Any, Any]:
     return attributes, parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
-def _give_back(parameter: torch.Tensor, attributes: dict[str, Any], hooks: Any, gradient_hooks: Any) -> None:
+def _give_back(
+    parameter: torch.Tensor, attributes: dict[str, Any], hooks: Any, gradient_hooks: Any
+) -> None:
     parameter.__dict__.update(attributes)
     # the same dictionaries, so that users' handles can still remove their hooks
     if hooks is not None:

@@ -1,9 +1,10 @@
 """PyTorch operations on a `ScaledTensor`.
 
-Functions read its exact values; if one of several ranks owns these, products and lookups read the FP8 values, and any
-other function raises. Views are views of the storage. Operations in place run on FP32 values of the whole: a weight
-keeps these (`ScaledStorage.edited`) until the optimizer's next step, and stores them rounded; a gradient takes them as
-its codes. `copy_` and other writes of all values store them rounded at once, except in a weight without an optimizer.
+Functions read its exact values; if one of several ranks owns these, products and lookups read the
+FP8 values, and any other function raises. Views are views of the storage. Operations in place run
+on FP32 values of the whole: a weight keeps these (`ScaledStorage.edited`) until the optimizer's
+next step, and stores them rounded; a gradient takes them as its codes. `copy_` and other writes of
+all values store them rounded at once, except in a weight without an optimizer.
 
 The implementations registered below work on codes and scale directly, or do not compute values.
 """
@@ -46,7 +47,8 @@ def _implements(*operations):
 def _any_other(func, args, kwargs):
     if func.namespace == "c10d":
         return _collective(func, args, kwargs)
-    if torch.is_inference_mode_enabled():  # composite operations arrive whole: `to`, `reshape`, `linear`
+    # composite operations arrive whole: `to`, `reshape`, `linear`
+    if torch.is_inference_mode_enabled():
         parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
@@ -60,10 +62,17 @@ def _any_other(func, args, kwargs):
 
 
 PRODUCTS = {
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default),
+    *(
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.linear.default,
+    ),
     *(aten._grouped_mm.default, aten.embedding.default),
 }
-"""Operations of layers. If one rank owns the exact values of a weight, all ranks read its FP8 values here."""
+"""Operations of layers. If one rank owns the exact values of a weight, all ranks read its FP8
+values here."""
 
 
 def _values(value: Any) -> Any:
@@ -71,7 +80,11 @@ def _values(value: Any) -> Any:
 
 
 def _read_by_products(value: Any) -> Any:
-    return value.dequantize() if isinstance(value, ScaledTensor) and value.shared_out else _values(value)
+    return (
+        value.dequantize()
+        if isinstance(value, ScaledTensor) and value.shared_out
+        else _values(value)
+    )
 
 
 def returns_view(func) -> bool:
@@ -110,8 +123,8 @@ def _other_bytes(func, tensor, dtype=None):
     if dtype == tensor.dtype:
         return tensor.view_of(tensor.codes)
     raise FP8BackendError(
-        f"{func} reads the bytes of a tensor, and a ScaledTensor stores {tensor.codes.dtype}: take a plain copy of its "
-        f"values first, with dequantize()"
+        f"{func} reads the bytes of a tensor, and a ScaledTensor stores {tensor.codes.dtype}: take "
+        "a plain copy of its values first, with dequantize()"
     )
 
 
@@ -130,11 +143,17 @@ def _as_strided(func, tensor, size, stride, storage_offset=None):
 # New tensors
 
 
-def _parts(tensor: ScaledTensor, data: torch.Tensor, scale_inv: torch.Tensor, dtype=None) -> ScaledTensor:
-    return ScaledTensor(data, scale_inv, dtype or tensor.dtype, tensor.block_size, tensor.accumulates)
+def _parts(
+    tensor: ScaledTensor, data: torch.Tensor, scale_inv: torch.Tensor, dtype=None
+) -> ScaledTensor:
+    return ScaledTensor(
+        data, scale_inv, dtype or tensor.dtype, tensor.block_size, tensor.accumulates
+    )
 
 
-def _moved(tensor: ScaledTensor, move: Callable[[torch.Tensor], torch.Tensor], dtype=None) -> ScaledTensor:
+def _moved(
+    tensor: ScaledTensor, move: Callable[[torch.Tensor], torch.Tensor], dtype=None
+) -> ScaledTensor:
     """Return a new ScaledTensor after applying `move` to each stored part."""
     tensor.state_dict_copies.check()
     result = _parts(tensor, *map(move, stored_parts(tensor)), dtype)
@@ -144,14 +163,20 @@ def _moved(tensor: ScaledTensor, move: Callable[[torch.Tensor], torch.Tensor], d
         result.residual = move(tensor.residual)
     if tensor.stored.edited is not None:
         result.stored.edited = move(tensor.in_whole(tensor.stored.edited))
-    result.partial, result.elsewhere, result.shared_out = tensor.partial, tensor.elsewhere, tensor.shared_out
+    result.partial, result.elsewhere, result.shared_out = (
+        tensor.partial,
+        tensor.elsewhere,
+        tensor.shared_out,
+    )
     result.is_state, result.untrained = tensor.is_state, tensor.untrained
     return result
 
 
 @_implements(aten._to_copy.default)
 def _to_copy(func, tensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
-    if (dtype is not None and not dtype.is_floating_point) or (tensor._view is not None and tensor.block_size):
+    if (dtype is not None and not dtype.is_floating_point) or (
+        tensor._view is not None and tensor.block_size
+    ):
         return NotImplemented
     return _moved(tensor, lambda part: func(part, device=device, non_blocking=non_blocking), dtype)
 
@@ -176,7 +201,8 @@ def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
 
 @_implements(aten.new_zeros.default, aten.new_empty.default)
 def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
-    """Allocate elements with the same scale object. FSDP2 makes shards this way, with zeros or without elements."""
+    """Allocate elements with the same scale object. FSDP2 makes shards this way, with zeros or
+    without elements."""
     filled = func == aten.new_empty.default and torch.Size(size).numel()
     if filled or dtype is not None or device is not None or tensor.block_size:
         return NotImplemented
@@ -191,7 +217,9 @@ def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
 
 @_implements(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def _plain_like(func, tensor, *args, **kwargs):
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    like = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
     return func(like, *args, **kwargs)
 
 
@@ -202,8 +230,9 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
     """Run an operation on the FP32 values of the written tensors, and store the results."""
     if torch.Tag.inplace_view in func.tags:
         raise FP8BackendError(
-            f"{func} would change the shape or the memory of a ScaledTensor: take a plain copy of its values with "
-            f"dequantize(), or make the weight plain with fp8_backends.restore(model)"
+            f"{func} would change the shape or the memory of a ScaledTensor: take a plain copy of "
+            "its values with dequantize(), or make the weight plain with "
+            "fp8_backends.restore(model)"
         )
     if func.name().startswith("aten::_foreach_") and len(args[0]) > 1:
         return _one_by_one(func, args, kwargs)
@@ -228,8 +257,8 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
     for values, tensor in work:
         if values.shape != tensor.shape:  # `out=` resizes
             raise FP8BackendError(
-                f"{func} would write a result of shape {tuple(values.shape)} to a ScaledTensor of shape "
-                f"{tuple(tensor.shape)}"
+                f"{func} would write a result of shape {tuple(values.shape)} to a ScaledTensor of "
+                f"shape {tuple(tensor.shape)}"
             )
     for stored, whole in wholes.items():
         _keep(stored, whole)
@@ -238,7 +267,9 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
 
 def _in_their_place(result: Any, work: list[tuple[torch.Tensor, ScaledTensor]]) -> Any:
     """Replace the plain stand-ins in a result by their ScaledTensors."""
-    return tree_map(lambda value: next((tensor for values, tensor in work if values is value), value), result)
+    return tree_map(
+        lambda value: next((tensor for values, tensor in work if values is value), value), result
+    )
 
 
 def _one_by_one(func, args, kwargs) -> None:
@@ -248,12 +279,15 @@ def _one_by_one(func, args, kwargs) -> None:
         return [value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value
 
     for i in range(count):
-        func(*(part(value, i) for value in args), **{name: part(value, i) for name, value in kwargs.items()})
+        func(
+            *(part(value, i) for value in args),
+            **{name: part(value, i) for name, value in kwargs.items()},
+        )
 
 
 def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
-    """Copy the exact values of a tensor's whole storage: FP32, strides of the stored codes. Raises `FP8BackendError` if
-    they are not all on this rank."""
+    """Copy the exact values of a tensor's whole storage: FP32, strides of the stored codes. Raises
+    `FP8BackendError` if they are not all on this rank."""
     _require_all(tensor, func)
     codes = tensor.stored.codes
     whole = torch.empty_strided(codes.shape, codes.stride(), dtype=FP32, device=codes.device)
@@ -264,25 +298,34 @@ def _require_all(tensor: ScaledTensor, func) -> None:
     stored = tensor.stored
     if stored.shared_out or stored.elsewhere is not None:
         raise FP8BackendError(
-            f"{func} would change a weight of shape {tuple(tensor.shape)} in place, but one rank owns its "
-            f"full-precision values (levels O3 and O4 shard masters, residuals and optimizer states). Write whole "
-            f"values with copy_(), or prepare with shard_states=False"
+            f"{func} would change a weight of shape {tuple(tensor.shape)} in place, but one rank "
+            "owns its full-precision values (levels O3 and O4 shard masters, residuals and "
+            "optimizer states). Write whole values with copy_(), or prepare with "
+            "shard_states=False"
         )
     if stored.partial == FRESH:  # no shard was copied in: hold FP32 values
         stored.codes = torch.zeros_like(stored.codes, dtype=FP32)
-        stored.scale_inv, stored.accumulates = torch.ones((), dtype=FP32, device=stored.codes.device), True
+        stored.scale_inv, stored.accumulates = (
+            torch.ones((), dtype=FP32, device=stored.codes.device),
+            True,
+        )
         stored.partial, stored.master, stored.residual = False, None, None
     if stored.partial is True:
         raise FP8BackendError(
-            f"{func} would change a ScaledTensor of shape {tuple(tensor.shape)} in place, but elements outside of it "
-            f"share its scale, or FSDP2 has gathered it for one forward: take a plain copy of its values with "
-            f"dequantize(), or change the sharded parameter when no forward runs"
+            f"{func} would change a ScaledTensor of shape {tuple(tensor.shape)} in place, but "
+            "elements outside of it share its scale, or FSDP2 has gathered it for one forward: "
+            "take a plain copy of its values with dequantize(), or change the sharded parameter "
+            "when no forward runs"
         )
 
 
 def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
     if stored.accumulates:
-        stored.codes, stored.scale_inv, stored.block_size = whole, torch.ones((), dtype=FP32, device=whole.device), 0
+        stored.codes, stored.scale_inv, stored.block_size = (
+            whole,
+            torch.ones((), dtype=FP32, device=whole.device),
+            0,
+        )
     else:
         stored.edited = whole
         _replace(stored, whole)
@@ -290,7 +333,8 @@ def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
 
 @torch.no_grad()
 def keep_changes(tensor: ScaledTensor, values: torch.Tensor) -> None:
-    """Store other plain values of the tensor's shape, dtype and device, like an operation in place."""
+    """Store other plain values of the tensor's shape, dtype and device, like an operation in
+    place."""
     changed = values != tensor.exact()
     if changed.any():
         whole = _editable(tensor, "keep_changes")
@@ -301,7 +345,8 @@ def keep_changes(tensor: ScaledTensor, values: torch.Tensor) -> None:
 
 @_implements(aten.copy_.default)
 def _copy_(func, target, source, non_blocking=False):
-    """Write new values with the scale of their amax; copy bits and scales from a tensor of the same form."""
+    """Write new values with the scale of their amax; copy bits and scales from a tensor of the same
+    form."""
     if not isinstance(target, ScaledTensor):
         return NotImplemented
     if source.shape != target.shape:
@@ -310,8 +355,8 @@ def _copy_(func, target, source, non_blocking=False):
             source = source.expand(target.shape)
         except RuntimeError as error:
             raise FP8BackendError(
-                f"values of shape {tuple(source.shape)} cannot be copied into a ScaledTensor of shape "
-                f"{tuple(target.shape)}"
+                f"values of shape {tuple(source.shape)} cannot be copied into a ScaledTensor of "
+                f"shape {tuple(target.shape)}"
             ) from error
     stored = target.stored
     stored.partial = target.partial
@@ -346,8 +391,11 @@ def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: boo
 
 
 def _replace(stored: ScaledStorage, source: torch.Tensor, non_blocking: bool = False) -> None:
-    """Store all values of `source`, of the same shape: first in the master, then from there in the codes."""
-    if isinstance(source, ScaledTensor) and (source.stored.edited is not None or source._view is not None):
+    """Store all values of `source`, of the same shape: first in the master, then from there in the
+    codes."""
+    if isinstance(source, ScaledTensor) and (
+        source.stored.edited is not None or source._view is not None
+    ):
         source = source.values(FP32)
     if stored.master is not None:
         master = getattr(source, "master", None)
@@ -370,8 +418,11 @@ def _replace(stored: ScaledStorage, source: torch.Tensor, non_blocking: bool = F
 
 
 def _in_full(source: torch.Tensor) -> torch.Tensor:
-    """Return a weight's exact plain values if it has a master or residual, here or on another rank; else itself."""
-    if isinstance(source, ScaledTensor) and (source.rest is not None or source.elsewhere is not None):
+    """Return a weight's exact plain values if it has a master or residual, here or on another rank;
+    else itself."""
+    if isinstance(source, ScaledTensor) and (
+        source.rest is not None or source.elsewhere is not None
+    ):
         return source.exact(FP32)
     return source
 
@@ -385,16 +436,25 @@ def _is_stored_as(stored: ScaledStorage, source: torch.Tensor) -> bool:
 
 
 def _as_owner_rounds(source: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
-    """Round new values like the owner of the master or residual does first, so that all ranks get the same codes."""
+    """Round new values like the owner of the master or residual does first, so that all ranks get
+    the same codes."""
     if storage == torch.int8 and getattr(source, "residual", None) is not None:
         return source
     values = source.exact(FP32) if isinstance(source, ScaledTensor) else source.float()
-    return quantize_pair(values) if storage == torch.int8 else quantize(values, storage).dequantize(FP32)
+    return (
+        quantize_pair(values)
+        if storage == torch.int8
+        else quantize(values, storage).dequantize(FP32)
+    )
 
 
 @_implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(func, tensor, *args):
-    return _copy_(aten.copy_.default, tensor, func(torch.empty(tensor.shape, dtype=FP32, device=tensor.device), *args))
+    return _copy_(
+        aten.copy_.default,
+        tensor,
+        func(torch.empty(tensor.shape, dtype=FP32, device=tensor.device), *args),
+    )
 
 
 @_implements(aten.set_.source_Tensor)
@@ -420,7 +480,12 @@ def _foreach_copy_(func, tensors, sources, non_blocking=False):
 @_implements(aten.add_.Tensor)
 def _accumulate_(func, total, other, *, alpha=1):
     """Add gradients in FP32 until `finish_accumulation`, so that many microbatches round once."""
-    if not isinstance(total, ScaledTensor) or not total.accumulates or total._view is not None or total.partial:
+    if (
+        not isinstance(total, ScaledTensor)
+        or not total.accumulates
+        or total._view is not None
+        or total.partial
+    ):
         return NotImplemented
     stored = total.stored
     addend = _values(other)
@@ -451,9 +516,12 @@ def _record_stream(func, tensor, stream):
 
 
 def _scales(tensor: Any, other: Any) -> bool:
-    """Return True if multiplying by `other` or dividing by it changes only the scale. Powers of two are exact; for
-    gradients any positive number or 0-dimensional tensor rounds once in FP32 (clipping, unscaling, averaging)."""
-    if not isinstance(tensor, ScaledTensor) or (tensor._view is not None and not tensor.codes.is_contiguous()):
+    """Return True if multiplying by `other` or dividing by it changes only the scale. Powers of two
+    are exact; for gradients any positive number or 0-dimensional tensor rounds once in FP32
+    (clipping, unscaling, averaging)."""
+    if not isinstance(tensor, ScaledTensor) or (
+        tensor._view is not None and not tensor.codes.is_contiguous()
+    ):
         return False
     if tensor.codes.dtype == ROOT8.dtype:  # the scale multiplies the root
         return False
@@ -481,7 +549,10 @@ def _times_(func, tensor, other):
     if not _scales(tensor, other) or tensor.partial in (True, FRESH):
         return NotImplemented
     factor = _factor(other, tensor.device)
-    for part in (tensor.stored, *([] if tensor.stored.master is None else [tensor.stored.master.stored])):
+    for part in (
+        tensor.stored,
+        *([] if tensor.stored.master is None else [tensor.stored.master.stored]),
+    ):
         part.scale_inv.div_(factor) if func in _DIVISIONS else part.scale_inv.mul_(factor)
         part.count_write()
     if tensor.stored.edited is not None:
@@ -493,7 +564,8 @@ _DIVISIONS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor, aten.div_.Scal
 
 
 def _factor(other, device: torch.device) -> torch.Tensor:
-    """Return a scalar as an FP32 tensor on the device: dividing by a number would round its reciprocal."""
+    """Return a scalar as an FP32 tensor on the device: dividing by a number would round its
+    reciprocal."""
     if isinstance(other, torch.Tensor) and (other.device == device or other.device.type != "cpu"):
         return other.to(device=device, dtype=FP32)
     return torch.full((), float(other), dtype=FP32, device=device)
@@ -504,7 +576,12 @@ def _scaled_and_plain(tensors) -> tuple[list[ScaledTensor], list[torch.Tensor]]:
     return scaled, [tensor for tensor in tensors if not isinstance(tensor, ScaledTensor)]
 
 
-@_implements(aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.Tensor)
+@_implements(
+    aten._foreach_mul_.Scalar,
+    aten._foreach_mul_.Tensor,
+    aten._foreach_div_.Scalar,
+    aten._foreach_div_.Tensor,
+)
 def _foreach_times_(func, tensors, other):
     if isinstance(other, ScaledTensor):
         return NotImplemented
@@ -515,7 +592,8 @@ def _foreach_times_(func, tensors, other):
     scales: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in scaled:
         if tensor.accumulates and tensor.partial not in (True, FRESH) and _scales(tensor, other):
-            scales.setdefault(tensor.device, []).append(tensor.scale_inv)  # all that changes in a gradient
+            # all that changes in a gradient
+            scales.setdefault(tensor.device, []).append(tensor.scale_inv)
         else:
             tensor.div_(other) if divides else tensor.mul_(other)
     for device, together in scales.items():
@@ -525,16 +603,21 @@ def _foreach_times_(func, tensors, other):
 
 @_implements(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def _unscale_(func, tensors, found_inf, inv_scale):
-    """Implement `GradScaler.unscale_`. A gradient with a non-finite value has a non-finite scale."""
+    """Implement `GradScaler.unscale_`. A gradient with a non-finite value has a non-finite
+    scale."""
     scaled, plain = _scaled_and_plain(tensors)
     if plain:
         func(plain, found_inf, inv_scale)
     if not scaled:
         return
     _foreach_times_(aten._foreach_mul_.Tensor, scaled, inv_scale.squeeze())
-    unrounded = [tensor.codes for tensor in scaled if tensor.codes.dtype not in FORMAT_OF and tensor.numel()]
+    unrounded = [
+        tensor.codes for tensor in scaled if tensor.codes.dtype not in FORMAT_OF and tensor.numel()
+    ]
     largest = torch._foreach_norm(unrounded, math.inf) if unrounded else []
-    numbers = torch.cat([part.reshape(-1) for part in (*(tensor.scale_inv for tensor in scaled), *largest)])
+    numbers = torch.cat(
+        [part.reshape(-1) for part in (*(tensor.scale_inv for tensor in scaled), *largest)]
+    )
     found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(numbers).all()).to(found_inf)))
 
 
@@ -564,7 +647,8 @@ def _foreach_norm(func, tensors, ord=2, dtype=None):
 
 
 def _collective(func, args, kwargs):
-    """Run a collective on plain values, wait, and store the results: in the first argument, except for `send`."""
+    """Run a collective on plain values, wait, and store the results: in the first argument, except
+    for `send`."""
     work: list[tuple[torch.Tensor, ScaledTensor]] = []
     for tensor in written_to(func, args, kwargs, ScaledTensor):
         _require_all(tensor, func)

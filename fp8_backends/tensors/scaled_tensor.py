@@ -2,14 +2,15 @@
 
     value = codes * scale_inv       codes: E4M3, E5M2 or FP16; scale_inv: FP32, a power of two when quantized
 
-MS-AMP's levels store FP16 weights, E4M3 weight gradients, and E4M3 and FP16 optimizer states. Multiplying by a power of
-two does not round, so a loss scale, an average or a clip changes only the scale. Two more forms take fewer bytes: E4M3
-codes with an eight-bit `residual`, together exact to twelve bits (`formats.E4M11`), and uint8 roots of non-negative
-values, value = (codes * scale_inv)**2 (`formats.ROOT8`).
+MS-AMP's levels store FP16 weights, E4M3 weight gradients, and E4M3 and FP16 optimizer states.
+Multiplying by a power of two does not round, so a loss scale, an average or a clip changes only the
+scale. Two more forms take fewer bytes: E4M3 codes with an eight-bit `residual`, together exact to
+twelve bits (`formats.E4M11`), and uint8 roots of non-negative values, value = (codes *
+scale_inv)**2 (`formats.ROOT8`).
 
-A ScaledTensor is a view of a `ScaledStorage`, like a plain tensor of its memory: `p.data`, `p.detach()`, `p[0]` and
-`p.t()` share it with `p`. PyTorch functions read the values. Operations in place change them, through any view, or
-raise (`scaled_operations.py`).
+A ScaledTensor is a view of a `ScaledStorage`, like a plain tensor of its memory: `p.data`,
+`p.detach()`, `p[0]` and `p.t()` share it with `p`. PyTorch functions read the values. Operations in
+place change them, through any view, or raise (`scaled_operations.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ STORED = ("stored", "_view")
 SHARD, FRESH = "shard", "fresh"
 
 OPERATIONS: dict[Any, Callable] = {}
-"""PyTorch operation -> its implementation for ScaledTensors; None -> the implementation of all others."""
+"""PyTorch operation -> its implementation for ScaledTensors; None -> the implementation of all
+others."""
 
 
 class Elsewhere(NamedTuple):
@@ -52,24 +54,28 @@ class Elsewhere(NamedTuple):
 
 def _owned(tensor: ScaledTensor) -> FP8BackendError:
     return FP8BackendError(
-        f"one rank owns the full-precision values of a weight of shape {tuple(tensor.shape)} (levels O3 and O4 shard "
-        f"masters, residuals and optimizer states): read accelerator.get_state_dict(model), called on all ranks; or "
-        f"enter fp8_backends.checkpoints.whole_states(optimizer) on all ranks around the read; or prepare with "
-        f"shard_states=False. weight.dequantize() returns the FP8 values, which products read"
+        f"one rank owns the full-precision values of a weight of shape {tuple(tensor.shape)} "
+        "(levels O3 and O4 shard masters, residuals and optimizer states): read "
+        "accelerator.get_state_dict(model), called on all ranks; or enter "
+        "fp8_backends.checkpoints.whole_states(optimizer) on all ranks around the read; or "
+        "prepare with shard_states=False. weight.dequantize() returns the FP8 values, which "
+        "products read"
     )
 
 
 @dataclass(eq=False)
 class ScaledStorage:
-    """Memory shared by all views of one ScaledTensor. `ScaledTensor` describes the other attributes.
+    """Memory shared by all views of one ScaledTensor. `ScaledTensor` describes the other
+    attributes.
 
     Attributes:
         residual: int8, shape and strides of `codes`; or None.
-        edited: FP32, strides of `codes`: values after operations in place, before rounding. The optimizer's next step
-            or a copy of whole values drops them.
-        known: (amax, weak reference to the codes, their version) from the optimizer's last step, for `known_amax`.
-        untrained: a weight without an optimizer: frozen, or of a deep-copied model, such as an average of weights. It
-            keeps plain values exactly, in `edited`.
+        edited: FP32, strides of `codes`: values after operations in place, before rounding. The
+            optimizer's next step or a copy of whole values drops them.
+        known: (amax, weak reference to the codes, their version) from the optimizer's last step,
+            for `known_amax`.
+        untrained: a weight without an optimizer: frozen, or of a deep-copied model, such as an
+            average of weights. It keeps plain values exactly, in `edited`.
         unagreed: a shard with a scale of its own after a write, until the ranks agree on one.
         gathered: this rank has the exact values of a sharded weight for a while.
         state_dict_copies: plain copies of this weight in state dicts.
@@ -93,7 +99,8 @@ class ScaledStorage:
     state_dict_copies: StateDictCopies = field(default_factory=StateDictCopies)
 
     def count_write(self) -> None:
-        """Count a write to codes and scales for autograd, which does not see writes of implementations."""
+        """Count a write to codes and scales for autograd, which does not see writes of
+        implementations."""
         if is_eager(self.codes) and not self.codes.is_inference():
             torch.autograd.graph.increment_version([self.codes, self.scale_inv])
 
@@ -103,7 +110,9 @@ def _stored(name: str, seen: Callable[[ScaledTensor, Any], Any] | None = None) -
 
     def get(tensor: ScaledTensor) -> Any:
         value = getattr(tensor.stored, name)
-        return value if seen is None or value is None or tensor._view is None else seen(tensor, value)
+        return (
+            value if seen is None or value is None or tensor._view is None else seen(tensor, value)
+        )
 
     def put(tensor: ScaledTensor, value: Any) -> None:
         setattr(tensor.stored, name, value)
@@ -112,7 +121,8 @@ def _stored(name: str, seen: Callable[[ScaledTensor, Any], Any] | None = None) -
 
 
 class WithoutMemory(torch.Tensor):
-    """A tensor without memory for its values: base class with the methods of readers that bypass PyTorch."""
+    """A tensor without memory for its values: base class with the methods of readers that bypass
+    PyTorch."""
 
     def numpy(self, *, force: bool = False):
         """Return the values as a read-only NumPy copy: a write to it would change nothing here."""
@@ -122,16 +132,16 @@ class WithoutMemory(torch.Tensor):
 
     def _refuse_memory(self, *args, **kwargs):
         raise NoMemoryError(
-            f"the memory of a {type(self).__name__} holds no values that another library could share: give it the "
-            "plain copy that values() returns, or make weights plain for a while: "
-            "fp8_backends.checkpoints.plain_weights(model)"
+            f"the memory of a {type(self).__name__} holds no values that another library could "
+            "share: give it the plain copy that values() returns, or make weights plain for a "
+            "while: fp8_backends.checkpoints.plain_weights(model)"
         )
 
     __dlpack__ = apply_ = _refuse_memory
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return a storage without memory to compilers, which only compare storages. Raises `NoMemoryError` elsewhere:
-        PyTorch would read and write at a null pointer."""
+        """Return a storage without memory to compilers, which only compare storages. Raises
+        `NoMemoryError` elsewhere: PyTorch would read and write at a null pointer."""
         if torch._guards.TracingContext.try_get() is None:
             self._refuse_memory()
         return super().untyped_storage()
@@ -154,14 +164,18 @@ class ScaledTensor(WithoutMemory):
     """A tensor stored as low-precision codes and FP32 scales. PyTorch sees the dtype of its values.
 
     Attributes:
-        codes: E4M3, E5M2, FP16 or uint8 (FP32 while a gradient accumulates), of the tensor's shape. Read-only.
-        scale_inv: FP32, 0-dimensional, or [ceil(numel / block_size)]. NaN if the quantized values were not finite.
+        codes: E4M3, E5M2, FP16 or uint8 (FP32 while a gradient accumulates), of the tensor's shape.
+            Read-only.
+        scale_inv: FP32, 0-dimensional, or [ceil(numel / block_size)]. NaN if the quantized values
+            were not finite.
         block_size: elements of the flattened tensor that share a scale; 0: all.
-        accumulates: a gradient. Adding or writing to it turns the codes into FP32 until `finish_accumulation`.
+        accumulates: a gradient. Adding or writing to it turns the codes into FP32 until
+            `finish_accumulation`.
         is_state: an optimizer state.
-        partial: True if elements outside of the tensor share its scale, or FSDP2 has gathered this weight for one
-            forward: operations in place raise. `SHARD` for a rank's rows under FSDP2: after a write, the ranks agree on
-            a scale before they gather. `FRESH` for memory that FSDP2 allocates and then copies a shard into.
+        partial: True if elements outside of the tensor share its scale, or FSDP2 has gathered this
+            weight for one forward: operations in place raise. `SHARD` for a rank's rows under
+            FSDP2: after a write, the ranks agree on a scale before they gather. `FRESH` for memory
+                that FSDP2 allocates and then copies a shard into.
         master: a ScaledTensor with the same values in more precision; or None (used at level O3).
         residual: int8, the lower bits of E4M3 codes, together E4M11; or None (used at level O4).
         rest: the master or the residual, read by `exact` besides codes and scale; or None.
@@ -171,22 +185,41 @@ class ScaledTensor(WithoutMemory):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     ds_optim_param = True
-    """DeepSpeed's engine broadcasts the bytes of no Parameter with this attribute: codes are copied by `comm`."""
+    """DeepSpeed's engine broadcasts the bytes of no Parameter with this attribute: codes are copied
+    by `comm`."""
 
-    block_size, accumulates, is_state = _stored("block_size"), _stored("accumulates"), _stored("is_state")
+    block_size, accumulates, is_state = (
+        _stored("block_size"),
+        _stored("accumulates"),
+        _stored("is_state"),
+    )
     untrained = _stored("untrained")
-    elsewhere, shared_out, unagreed = _stored("elsewhere"), _stored("shared_out"), _stored("unagreed")
-    edited, state_dict_copies, scale_inv = _stored("edited"), _stored("state_dict_copies"), _stored("scale_inv")
+    elsewhere, shared_out, unagreed = (
+        _stored("elsewhere"),
+        _stored("shared_out"),
+        _stored("unagreed"),
+    )
+    edited, state_dict_copies, scale_inv = (
+        _stored("edited"),
+        _stored("state_dict_copies"),
+        _stored("scale_inv"),
+    )
     master = _stored("master", lambda tensor, master: master.view_of(tensor.in_whole(master.codes)))
     residual = _stored("residual", lambda tensor, residual: tensor.in_whole(residual))
 
     @staticmethod
     def __new__(cls, data, scale_inv=None, *context, requires_grad=True, **named):
-        if scale_inv is None:  # libraries that move a Parameter call type(parameter)(values, requires_grad=)
+        # libraries that move a Parameter call type(parameter)(values, requires_grad=)
+        if scale_inv is None:
             return nn.Parameter(data, requires_grad)
         dtype = context[0] if context else named.get("dtype", torch.float32)
         return torch.Tensor._make_wrapper_subclass(
-            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device, layout=data.layout
+            cls,
+            data.shape,
+            strides=data.stride(),
+            dtype=dtype,
+            device=data.device,
+            layout=data.layout,
         )
 
     def __init__(
@@ -208,7 +241,11 @@ class ScaledTensor(WithoutMemory):
         """Return another view of this storage. `seen` is `codes` or a view of it."""
         offset = seen.storage_offset() - self.stored.codes.storage_offset()
         # in inference mode, a view of a tensor from outside counts versions like that tensor
-        with torch.inference_mode(seen.is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
+        with (
+            torch.inference_mode(seen.is_inference())
+            if torch.is_inference_mode_enabled()
+            else nullcontext()
+        ):
             alias = torch.Tensor._make_wrapper_subclass(
                 ScaledTensor,
                 seen.shape,
@@ -226,14 +263,17 @@ class ScaledTensor(WithoutMemory):
         """Return this view's elements of a tensor with the strides of the stored codes."""
         if self._view is None:
             return whole
-        return whole.as_strided(self.shape, self.stride(), whole.storage_offset() + self.storage_offset())
+        return whole.as_strided(
+            self.shape, self.stride(), whole.storage_offset() + self.storage_offset()
+        )
 
     @property
     def codes(self) -> torch.Tensor:
         if self._view is None:
             return self.stored.codes
         codes, seen = self._view
-        if codes is not self.stored.codes:  # a gradient has begun to accumulate in FP32, or was rounded again
+        # a gradient has begun to accumulate in FP32, or was rounded again
+        if codes is not self.stored.codes:
             seen = self.in_whole(self.stored.codes)
             self._view = (self.stored.codes, seen)
         return seen
@@ -241,7 +281,8 @@ class ScaledTensor(WithoutMemory):
     @property
     def partial(self) -> bool | str:
         partial = self.stored.partial
-        return SHARD if partial == FRESH and not self.numel() else partial  # nothing is copied into an empty shard
+        # nothing is copied into an empty shard
+        return SHARD if partial == FRESH and not self.numel() else partial
 
     @partial.setter
     def partial(self, partial: bool | str) -> None:
@@ -257,7 +298,8 @@ class ScaledTensor(WithoutMemory):
         self.stored.master, self.stored.residual = (rest, None) if is_master else (None, rest)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the plain values of codes and scale, in `dtype` (default: the tensor's). Not differentiable."""
+        """Return the plain values of codes and scale, in `dtype` (default: the tensor's). Not
+        differentiable."""
         if self.block_size:
             values = self.in_whole(decode(self.stored.codes, self.scale_inv, self.block_size))
         else:
@@ -265,11 +307,12 @@ class ScaledTensor(WithoutMemory):
         return values.to(dtype or self.dtype)
 
     def exact(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the plain values in full precision, in `dtype` (default: the tensor's): after operations in place, or
-        with the master or residual.
+        """Return the plain values in full precision, in `dtype` (default: the tensor's): after
+        operations in place, or with the master or residual.
 
         Raises:
-            FP8BackendError: another rank has the master or residual, or a copy in a state dict was written to.
+            FP8BackendError: another rank has the master or residual, or a copy in a state dict was
+            written to.
         """
         stored, dtype = self.stored, dtype or self.dtype
         stored.state_dict_copies.check()
@@ -280,7 +323,8 @@ class ScaledTensor(WithoutMemory):
         if stored.edited is not None:
             return self.in_whole(stored.edited).to(dtype, copy=True)
         if stored.residual is not None:
-            residual = self.residual.to(self.codes.device)  # gathered for a checkpoint, it is on the CPU
+            # gathered for a checkpoint, it is on the CPU
+            residual = self.residual.to(self.codes.device)
             return decode_pair(self.codes, residual, self.scale_inv).to(dtype)
         return (self if stored.master is None else self.master).dequantize(dtype)
 
@@ -295,45 +339,60 @@ class ScaledTensor(WithoutMemory):
         return self.exact(dtype)
 
     def remember_amax(self, amax: torch.Tensor) -> None:
-        """Keep max |x| of the codes without their scale, until a write to them. FP32, 0-dimensional."""
+        """Keep max |x| of the codes without their scale, until a write to them. FP32,
+        0-dimensional."""
         codes = self.stored.codes
         self.stored.known = amax, weakref.ref(codes), codes._version
 
     def known_amax(self) -> torch.Tensor | None:
-        """Return the amax from `remember_amax`; None after a write to the codes. FP32, 0-dimensional."""
+        """Return the amax from `remember_amax`; None after a write to the codes. FP32,
+        0-dimensional."""
         if self.stored.known is None:
             return None
         amax, codes, version = self.stored.known
-        return amax if codes() is self.stored.codes and version == self.stored.codes._version else None
+        return (
+            amax if codes() is self.stored.codes and version == self.stored.codes._version else None
+        )
 
     def settle(self) -> None:
-        """Drop the FP32 values after operations in place. The stored codes are these values, rounded."""
+        """Drop the FP32 values after operations in place. The stored codes are these values,
+        rounded."""
         self.stored.state_dict_copies.check()
         self.edited, self.untrained = None, False
 
     def drop_exact_edits(self) -> None:
-        """Drop the FP32 values after operations in place, such as a load, if the stored parts hold them exactly."""
+        """Drop the FP32 values after operations in place, such as a load, if the stored parts hold
+        them exactly."""
         edited, self.edited = self.edited, None
         if edited is not None and not torch.equal(self.in_whole(edited), self.exact(torch.float32)):
             self.edited = edited
 
     @property
     def data(self) -> torch.Tensor:
-        """A view outside of autograd. Assigning plain values of the same shape and dtype stores them; assigning to
-        `torch.Tensor.data` would change nothing."""
+        """A view outside of autograd. Assigning plain values of the same shape and dtype stores
+        them; assigning to `torch.Tensor.data` would change nothing."""
         return torch.Tensor.data.__get__(self)
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        if isinstance(values, ScaledTensor) and values.stored is self.stored and values._view is None:
+        if (
+            isinstance(values, ScaledTensor)
+            and values.stored is self.stored
+            and values._view is None
+        ):
             return  # after `p.data += change`
-        differing = [name for name in ("shape", "dtype", "device") if getattr(values, name) != getattr(self, name)]
+        differing = [
+            name
+            for name in ("shape", "dtype", "device")
+            if getattr(values, name) != getattr(self, name)
+        ]
         if differing:
             raise FP8BackendError(
-                f"a weight in scaled precision takes values of its own shape, dtype and device as `.data`: they differ "
-                f"in {' and '.join(differing)} ({_described(values)}, and the weight is {_described(self)}). Move or "
-                f"cast it with its module (module.to(...)), turn bf16 off in a DeepSpeed configuration, or make it "
-                f"plain first: fp8_backends.restore(model)"
+                "a weight in scaled precision takes values of its own shape, dtype and device as "
+                f"`.data`: they differ in {' and '.join(differing)} ({_described(values)}, and the "
+                f"weight is {_described(self)}). Move or cast it with its module (module.to(...)), "
+                "turn bf16 off in a DeepSpeed configuration, or make it plain first: "
+                "fp8_backends.restore(model)"
             )
         with torch.no_grad():
             self.detach().copy_(values)
@@ -344,18 +403,21 @@ class ScaledTensor(WithoutMemory):
         return *stored_parts(self, exact=True), *edited
 
     def to(self, *args, **kwargs) -> torch.Tensor:
-        """Move or cast like `torch.Tensor.to`. A new dtype makes a tensor plain, but a Parameter (`module.to(dtype)`)
-        keeps its storage and presents the new dtype. Any dtype makes an optimizer state plain, as stock
-        `load_state_dict` needs it."""
+        """Move or cast like `torch.Tensor.to`. A new dtype makes a tensor plain, but a Parameter
+        (`module.to(dtype)`) keeps its storage and presents the new dtype. Any dtype makes an
+        optimizer state plain, as stock `load_state_dict` needs it."""
         arguments = [*args, kwargs.get("dtype"), kwargs.get("other")]
-        dtypes = {getattr(x, "dtype", x) for x in arguments if isinstance(x, (torch.dtype, torch.Tensor))}
+        dtypes = {
+            getattr(x, "dtype", x) for x in arguments if isinstance(x, (torch.dtype, torch.Tensor))
+        }
         stays = dtypes <= {self.dtype} and not (dtypes and self.is_state)
         if stays or getattr(self, "_is_param", False) or self.requires_grad:
             return super().to(*args, **kwargs)
         return self.values().to(*args, **kwargs)
 
     def finish_accumulation(self) -> None:
-        """Round an accumulated gradient's FP32 sum to E4M3, with the scale of its amax. In place."""
+        """Round an accumulated gradient's FP32 sum to E4M3, with the scale of its amax. In
+        place."""
         stored = self.stored
         if stored.accumulates and stored.codes.dtype == torch.float32:
             stored.codes, stored.scale_inv = encode_sum(stored.codes, stored.scale_inv)
@@ -366,29 +428,40 @@ class ScaledTensor(WithoutMemory):
         whole = self.stored.codes
         if self.block_size and (self.shape, self.stride()) != (whole.shape, whole.stride()):
             raise FP8BackendError(
-                f"a view of shape {tuple(self.shape)} of a ScaledTensor with a scale for each {self.block_size} "
-                f"elements cannot be taken apart: read it with dequantize()"
+                f"a view of shape {tuple(self.shape)} of a ScaledTensor with a scale for each "
+                f"{self.block_size} elements cannot be taken apart: read it with dequantize()"
             )
-        return self.dtype, self.block_size, self.accumulates, self.partial or self.numel() < whole.numel()
+        return (
+            self.dtype,
+            self.block_size,
+            self.accumulates,
+            self.partial or self.numel() < whole.numel(),
+        )
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """Return the tensors that FSDP2 sends for a shard: its codes, FP8 as bytes. Every rank has the scale; residuals
-        stay on their ranks."""
+        """Return the tensors that FSDP2 sends for a shard: its codes, FP8 as bytes. Every rank has
+        the scale; residuals stay on their ranks."""
         self.stored.state_dict_copies.check()
         if self.unagreed:
-            sharded = (p for p in module._parameters.values() if getattr(p, "_local_tensor", None) is self)
-            agree_on_scale(self, shard_groups(next(sharded)))  # over the ranks of tensor parallelism, too
+            sharded = (
+                p for p in module._parameters.values() if getattr(p, "_local_tensor", None) is self
+            )
+            # over the ranks of tensor parallelism, too
+            agree_on_scale(self, shard_groups(next(sharded)))
         codes = self.codes.view(torch.uint8) if self.codes.dtype.itemsize == 1 else self.codes
         if self.shape[1:] == outer_size[1:]:  # sharded by rows: the last shards may be shorter
             missing = -(-outer_size[0] // mesh.size()) - self.shape[0]
-            codes = torch.cat([codes, codes.new_zeros(missing, *outer_size[1:])]) if missing else codes
+            codes = (
+                torch.cat([codes, codes.new_zeros(missing, *outer_size[1:])]) if missing else codes
+            )
         return (codes,), (self.scale_inv, outer_size)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
         """Return FSDP2's gathered codes as the whole tensor, presenting `param_dtype`."""
         (gathered,), (scale_inv, size) = all_gather_outputs, metadata
         if out is not None:
-            local_part(out).stored.scale_inv = scale_inv  # its codes are a view of the gathered ones
+            # its codes are a view of the gathered ones
+            local_part(out).stored.scale_inv = scale_inv
             return None
         codes = gathered.reshape(-1)[: size.numel()].view(self.codes.dtype).view(size)
         return ScaledTensor(codes, scale_inv, param_dtype, partial=True), (gathered,)
@@ -422,21 +495,37 @@ class ScaledTensor(WithoutMemory):
             for name in ("master", "residual", "elsewhere", "shared_out", "is_state", "untrained")
         }
         more["edited"] = None if self.edited is None else self.in_whole(self.edited)
-        others |= {name: value for name, value in more.items() if value is not None and value is not False}
-        codes = self.codes.view(torch.uint8) if self.codes.dtype.itemsize == 1 else self.codes  # pickle knows no FP8
-        return _rebuild, (codes, self.codes.dtype, self.scale_inv, self.context, self.requires_grad, others)
+        others |= {
+            name: value for name, value in more.items() if value is not None and value is not False
+        }
+        # pickle knows no FP8
+        codes = self.codes.view(torch.uint8) if self.codes.dtype.itemsize == 1 else self.codes
+        return _rebuild, (
+            codes,
+            self.codes.dtype,
+            self.scale_inv,
+            self.context,
+            self.requires_grad,
+            others,
+        )
 
     def __deepcopy__(self, memo: dict) -> ScaledTensor:
         if not self.is_leaf:
-            raise RuntimeError("only a ScaledTensor that is a leaf of autograd's graph can be copied deeply")
+            raise RuntimeError(
+                "only a ScaledTensor that is a leaf of autograd's graph can be copied deeply"
+            )
         copied = memo.get(id(self))
         if copied is None:
             self.state_dict_copies.check()
-            attributes = copy.deepcopy({name: value for name, value in self.__dict__.items() if name != "_view"}, memo)
+            attributes = copy.deepcopy(
+                {name: value for name, value in self.__dict__.items() if name != "_view"}, memo
+            )
             whole = self.view_of(self.stored.codes)
             whole.stored = attributes["stored"]
             whole.untrained = not (self.is_state or self.accumulates)
-            copied = whole.view_of(self.in_whole(whole.stored.codes)).requires_grad_(self.requires_grad)
+            copied = whole.view_of(self.in_whole(whole.stored.codes)).requires_grad_(
+                self.requires_grad
+            )
             copied.__dict__.update(attributes)
             memo[id(self)] = copied
             if self.grad is not None:
@@ -454,7 +543,9 @@ class ScaledTensor(WithoutMemory):
 # Pickled tensors: a file may hold anything
 
 
-def _rebuild(data, storage, scale_inv, context: tuple, requires_grad: bool, others: dict[str, Any]) -> ScaledTensor:
+def _rebuild(
+    data, storage, scale_inv, context: tuple, requires_grad: bool, others: dict[str, Any]
+) -> ScaledTensor:
     """Return the pickled tensor. Raise `FP8BackendError` if its parts do not match."""
     if not _belong_together(data, storage, scale_inv, context):
         raise _damaged("codes, scale and form do not belong together")
@@ -467,15 +558,22 @@ def _rebuild(data, storage, scale_inv, context: tuple, requires_grad: bool, othe
 
 
 def _damaged(fault: str) -> FP8BackendError:
-    return FP8BackendError(f"a scaled tensor in the file is damaged, or was made up, and is not loaded: {fault}")
+    return FP8BackendError(
+        f"a scaled tensor in the file is damaged, or was made up, and is not loaded: {fault}"
+    )
 
 
 def _belong_together(data: Any, storage: Any, scale_inv: Any, context: Any) -> bool:
     kinds = (torch.dtype, int, bool, (bool, str))
-    tensors = isinstance(data, torch.Tensor) and isinstance(scale_inv, torch.Tensor) and data.layout == torch.strided
+    tensors = (
+        isinstance(data, torch.Tensor)
+        and isinstance(scale_inv, torch.Tensor)
+        and data.layout == torch.strided
+    )
     if not (tensors and storage in (*FORMAT_OF, torch.float32) and isinstance(context, tuple)):
         return False
-    pickled_dtype = torch.uint8 if storage.itemsize == 1 else storage  # as `__reduce_ex__` writes it
+    # as `__reduce_ex__` writes it
+    pickled_dtype = torch.uint8 if storage.itemsize == 1 else storage
     if data.dtype != pickled_dtype or len(context) != 4 or not all(map(isinstance, context, kinds)):
         return False
     dtype, block_size = context[:2]
@@ -486,24 +584,32 @@ def _belong_together(data: Any, storage: Any, scale_inv: Any, context: Any) -> b
 
 
 def _may_have(tensor: ScaledTensor, name: str, value: Any) -> bool:
-    """Return True if a pickled ScaledTensor may have such an attribute. Names of PyTorch and this class are reserved,
-    except those that `ScaledTensor.__reduce_ex__` writes."""
+    """Return True if a pickled ScaledTensor may have such an attribute. Names of PyTorch and this
+    class are reserved, except those that `ScaledTensor.__reduce_ex__` writes."""
     is_tensor = isinstance(value, torch.Tensor)
     if name in ("shared_out", "is_state", "untrained"):
         return isinstance(value, bool)
     if name == "elsewhere":
         return isinstance(value, Elsewhere)
     if name == "master":
-        fits = isinstance(value, ScaledTensor) and value.shape == tensor.shape and value.rest is None
+        fits = (
+            isinstance(value, ScaledTensor) and value.shape == tensor.shape and value.rest is None
+        )
         return fits and tensor.residual is None
     if name == "residual":
         codes = tensor.codes
         has_pair = codes.dtype == E4M3.dtype and not (tensor.block_size or tensor.accumulates)
-        fits = is_tensor and value.dtype == torch.int8 and value.layout == torch.strided and tensor.master is None
+        fits = (
+            is_tensor
+            and value.dtype == torch.int8
+            and value.layout == torch.strided
+            and tensor.master is None
+        )
         return (
             has_pair
             and fits
-            and (value.shape, value.stride(), value.device) == (codes.shape, codes.stride(), codes.device)
+            and (value.shape, value.stride(), value.device)
+            == (codes.shape, codes.stride(), codes.device)
         )
     if name == "edited":
         return is_tensor and value.dtype == torch.float32 and value.shape == tensor.shape
@@ -519,8 +625,8 @@ torch.serialization.add_safe_globals([ScaledTensor, _rebuild])
 
 
 def stored_parts(tensor: torch.Tensor, exact: bool = False) -> tuple[torch.Tensor, ...]:
-    """Return `(codes, scale_inv)` of a ScaledTensor, plus the parts of its master or its residual if `exact`;
-    `(tensor,)` for any other tensor."""
+    """Return `(codes, scale_inv)` of a ScaledTensor, plus the parts of its master or its residual
+    if `exact`; `(tensor,)` for any other tensor."""
     if not isinstance(tensor, ScaledTensor):
         return (tensor,)
     rest = stored_parts(tensor.rest) if exact and tensor.rest is not None else ()
@@ -537,27 +643,33 @@ def quantize(
     block_size: int = 0,
     amax: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Round values to nearest into `storage`, with power-of-two scales from their amax (MS-AMP's rule).
+    """Round values to nearest into `storage`, with power-of-two scales from their amax (MS-AMP's
+    rule).
 
     Args:
-        values: any floating-point tensor, contiguous if `block_size` is given. The ranks of a DTensor agree on a single
-            scale, so all of them call this; the result is a DTensor.
-        storage: E4M3, E5M2, FP16, or FP32 (with scale 1); uint8 for the roots of `values`, in blocks.
+        values: any floating-point tensor, contiguous if `block_size` is given. The ranks of a
+            DTensor agree on a single scale, so all of them call this; the result is a DTensor.
+        storage: E4M3, E5M2, FP16, or FP32 (with scale 1); uint8 for the roots of `values`, in
+            blocks.
         dtype: presented dtype (default: the dtype of `values`, FP32 for FP16).
         block_size: elements of the flattened tensor that share a scale; 0: all.
         amax: FP32, 0-dimensional; replaces the amax of `values`, such as a part of a tensor.
     """
     local, amax = _local_and_amax(values, amax, block_size)
     codes, scale_inv = encode(local, storage, block_size, amax)
-    return with_local(values, ScaledTensor(codes, scale_inv, dtype or _presented(local), block_size))
+    return with_local(
+        values, ScaledTensor(codes, scale_inv, dtype or _presented(local), block_size)
+    )
 
 
 def quantize_pair(
     values: torch.Tensor, dtype: torch.dtype | None = None, amax: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Round values to nearest as E4M3 codes with a residual (`formats.E4M11`), with one power-of-two scale.
+    """Round values to nearest as E4M3 codes with a residual (`formats.E4M11`), with one
+    power-of-two scale.
 
-    A value of at least 2**-13 of the amax is exact to 2**-12 of itself, and a smaller one to 2**-25 of the amax.
+    A value of at least 2**-13 of the amax is exact to 2**-12 of itself, and a smaller one to 2**-25
+    of the amax.
 
     Args:
         values, dtype, amax: as in `quantize`.
@@ -585,8 +697,8 @@ def _presented(values: torch.Tensor) -> torch.dtype:
 def quantize_like(
     values: torch.Tensor, stored: ScaledStorage | ScaledTensor, amax: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Round values to nearest into the form of a stored tensor, without a master. `values`, `amax`: as in
-    `quantize`."""
+    """Round values to nearest into the form of a stored tensor, without a master. `values`, `amax`:
+    as in `quantize`."""
     stored = getattr(stored, "stored", stored)
     if stored.residual is not None:
         return quantize_pair(values, amax=amax)
@@ -594,8 +706,8 @@ def quantize_like(
 
 
 def dequantize_shards(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the exact plain values of a ScaledTensor or of a DTensor of ScaledTensors; any other tensor detached. Not
-    differentiable."""
+    """Return the exact plain values of a ScaledTensor or of a DTensor of ScaledTensors; any other
+    tensor detached. Not differentiable."""
     local = local_part(tensor.detach())
     if isinstance(local, ScaledTensor):
         local = local.exact(dtype or tensor.dtype)
@@ -603,14 +715,15 @@ def dequantize_shards(tensor: torch.Tensor, dtype: torch.dtype | None = None) ->
 
 
 def agree_on_scale(shard: ScaledTensor, groups: list[dist.ProcessGroup]) -> None:
-    """Give a written shard, and its master, the scale of the whole tensor, in place. All ranks of the groups call it.
-    The rank's own scale, in use until then, has the same or a finer grid."""
+    """Give a written shard, and its master, the scale of the whole tensor, in place. All ranks of
+    the groups call it. The rank's own scale, in use until then, has the same or a finer grid."""
     write_shard(shard, shard.exact(torch.float32), groups)
 
 
 @torch.no_grad()
 def write_shard(shard: ScaledTensor, values: torch.Tensor, groups: list[dist.ProcessGroup]) -> None:
-    """Write plain values into a shard and its master or residual, with scales agreed on by the ranks of the groups."""
+    """Write plain values into a shard and its master or residual, with scales agreed on by the
+    ranks of the groups."""
     for target in (shard.master, shard):
         if target is not None:
             rounded = quantize_like(values, target, agreed_over(amax_of(values), groups))

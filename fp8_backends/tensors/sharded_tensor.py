@@ -1,6 +1,7 @@
 """DTensors: this rank's part, the ranks with other parts, and the maximum over ranks.
 
-FSDP2 shards Parameters by rows, tensor parallelism by rows or columns; a shard may be a `ScaledTensor`.
+FSDP2 shards Parameters by rows, tensor parallelism by rows or columns; a shard may be a
+`ScaledTensor`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import nn
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Return True for a DTensor, such as a Parameter under FSDP2."""
-    if type(tensor) in (torch.Tensor, nn.Parameter):  # compiled code must not watch the modules that are loaded
+    # compiled code must not watch the modules that are loaded
+    if type(tensor) in (torch.Tensor, nn.Parameter):
         return False
     loaded = sys.modules.get("torch.distributed.tensor")  # importing it takes half a second
     return loaded is not None and isinstance(tensor, loaded.DTensor)
@@ -33,16 +35,23 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor placed as `tensor` with another local part; `local` itself for any other tensor."""
+    """Return a DTensor placed as `tensor` with another local part; `local` itself for any other
+    tensor."""
     if not is_distributed(tensor):
         return local
     return type(tensor).from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 
 def placed_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient placed as its parameter: autograd may leave it whole, or partial. All ranks call this."""
+    """Return a gradient placed as its parameter: autograd may leave it whole, or partial. All ranks
+    call this."""
     if not is_distributed(gradient) or gradient.placements == parameter.placements:
         return gradient
     return gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -58,7 +67,8 @@ def device_of(parameter: torch.Tensor) -> torch.device:
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:
-    """Return the whole Parameter's shape, also while DeepSpeed's ZeRO-3 has emptied it (`ds_shape`)."""
+    """Return the whole Parameter's shape, also while DeepSpeed's ZeRO-3 has emptied it
+    (`ds_shape`)."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -70,17 +80,21 @@ def shard_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
     return [
         mesh.get_group(i)
         for i, placement in enumerate(tensor.placements)
-        if not placement.is_replicate() and mesh.size(i) > 1  # FSDP2 over tensor parallelism shards in strides
+        # FSDP2 over tensor parallelism shards in strides
+        if not placement.is_replicate() and mesh.size(i) > 1
     ]
 
 
 def agreed_over(values: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
-    """Return the elementwise maximum over the ranks of these groups (None: all ranks) as a new tensor of the same
-    shape: integers in their dtype, other values in FP32. NaN becomes inf, since a maximum may lose a NaN."""
+    """Return the elementwise maximum over the ranks of these groups (None: all ranks) as a new
+    tensor of the same shape: integers in their dtype, other values in FP32. NaN becomes inf, since
+    a maximum may lose a NaN."""
     if values.is_meta:
         return values
     if values.is_floating_point():
-        agreed = values.detach().float().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        agreed = (
+            values.detach().float().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        )
     else:
         agreed = values.clone()
     for group in groups:

@@ -1,7 +1,7 @@
 """Watch plain copies of FP8 weights in state dicts.
 
-PyTorch's state dicts alias the weights. These copies do not, so a write to one would be lost: the next read of the
-weight raises.
+PyTorch's state dicts alias the weights. These copies do not, so a write to one would be lost: the
+next read of the weight raises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class StateDictCopy:
     """One copy: a weak reference to its memory, and autograd's count of writes to it.
 
     Attributes:
-        counters: empty tensors with the version counters of the copy and, for a DTensor, of its local part.
+        counters: empty tensors with the version counters of the copy and, for a DTensor, of its
+            local part.
         seen: the count when copy and weight last agreed.
     """
 
@@ -37,7 +38,8 @@ class StateDictCopy:
         counter = local.detach()
         counter.data = empty  # the version counter stays
         counters = (counter,)
-        if local is not values:  # operations on a DTensor count its writes apart from its local part's
+        # operations on a DTensor count its writes apart from its local part's
+        if local is not values:
             outer = values.detach()
             outer._local_tensor = empty
             counters = (outer, counter)
@@ -61,10 +63,13 @@ class StateDictCopies:
     copies: list[StateDictCopy] = field(default_factory=list)
 
     def add(self, values: torch.Tensor, name: str) -> None:
-        """Watch a new copy, plain or a DTensor. Writes through `.data`, NumPy or collectives are not counted."""
+        """Watch a new copy, plain or a DTensor. Writes through `.data`, NumPy or collectives are
+        not counted."""
         local = local_part(values)
         if is_eager(local) and not local.is_inference():
-            self.copies = [copy for copy in self.copies if copy.is_written or not copy.memory.expired()]
+            self.copies = [
+                copy for copy in self.copies if copy.is_written or not copy.memory.expired()
+            ]
             self.copies.append(StateDictCopy.of(values, name))
 
     def check(self) -> None:
@@ -73,9 +78,10 @@ class StateDictCopies:
         if written is not None:
             self.accept()
             raise FP8BackendError(
-                f"{written.name}: a tensor of state_dict() was written to, and the weight is unchanged: FP8 weights "
-                f"are saved as plain copies. Write to model.parameters(), or pass the changed dict to "
-                f"model.load_state_dict(). To change only what is saved, clone() first"
+                f"{written.name}: a tensor of state_dict() was written to, and the weight is "
+                "unchanged: FP8 weights are saved as plain copies. Write to model.parameters(), "
+                "or pass the changed dict to model.load_state_dict(). To change only what is "
+                "saved, clone() first"
             )
 
     def accept(self) -> None:

@@ -1,7 +1,8 @@
-"""Measure a cast into few bits: values clipped and flushed to zero, error, and their place in the format's range.
+"""Measure a cast into few bits: values clipped and flushed to zero, error, and their place in the
+format's range.
 
-All tensors stay on their device, in plain PyTorch; `read` copies all numbers to the host at once. Large tensors are
-sampled, except for their amax.
+All tensors stay on their device, in plain PyTorch; `read` copies all numbers to the host at once.
+Large tensors are sampled, except for their amax.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ SAMPLED = 2**16
 ROWS = 8
 """Rows of an operand for the sums of its product."""
 BINADES = 40
-"""Bins of a histogram of exponents. E5M2 has 32 binades; the last bin takes the lowest ones of FP16."""
+"""Bins of a histogram of exponents. E5M2 has 32 binades; the last bin takes the lowest ones of
+FP16."""
 
 
 class Cast(NamedTuple):
@@ -46,7 +48,8 @@ def in_blocks(values: torch.Tensor, fmt: Format, blocks: Blocks) -> Cast:
 
 
 class Statistics(NamedTuple):
-    """Counts of one tensor: 0-dimensional tensors on its device, Python numbers after `read`. Counts are int64."""
+    """Counts of one tensor: 0-dimensional tensors on its device, Python numbers after `read`.
+    Counts are int64."""
 
     fmt: Format
     elements: int
@@ -69,8 +72,8 @@ class Statistics(NamedTuple):
     noise: torch.Tensor | float
     """Sum of squares of the cast's errors, FP64."""
     binades: torch.Tensor | list[int]
-    """Scaled values per binade, [BINADES]: the first bin is all above the binade of the format's largest number, the
-    last has all smaller ones."""
+    """Scaled values per binade, [BINADES]: the first bin is all above the binade of the format's
+    largest number, the last has all smaller ones."""
 
     def merged(self, other: Statistics) -> Statistics:
         """Add the statistics of another cast, such as of another microbatch."""
@@ -148,9 +151,12 @@ def statistics_of(cast: Cast) -> Statistics:
 
 
 @torch.no_grad()
-def statistics_of_codes(codes: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor, fmt: Format) -> Statistics:
-    """Measure codes without their original values: `flushed` counts codes of zero, `saturated` codes of the format's
-    largest number; errors are unknown. scale_inv: FP32, one or several; amax: of codes times scale_inv, or roots."""
+def statistics_of_codes(
+    codes: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor, fmt: Format
+) -> Statistics:
+    """Measure codes without their original values: `flushed` counts codes of zero, `saturated`
+    codes of the format's largest number; errors are unknown. scale_inv: FP32, one or several; amax:
+    of codes times scale_inv, or roots."""
     matrix = _sampled(codes.reshape(-1, codes.shape[-1] if codes.dim() else 1), 1)
     rounded = decoded(matrix, fmt) if fmt is ROOT8 else matrix.float()
     scales, zero = scale_inv.reciprocal(), amax.new_zeros((), dtype=torch.float64)
@@ -159,7 +165,16 @@ def statistics_of_codes(codes: torch.Tensor, scale_inv: torch.Tensor, amax: torc
     counts = torch.full_like(zeros, rounded.numel()), zeros, at_max
     binades = _binades(rounded, zeros, fmt)
     return Statistics(
-        fmt, codes.numel(), rounded.numel(), amax, scales.amin(), scales.amax(), *counts, zero, zero, binades
+        fmt,
+        codes.numel(),
+        rounded.numel(),
+        amax,
+        scales.amin(),
+        scales.amax(),
+        *counts,
+        zero,
+        zero,
+        binades,
     )
 
 
@@ -176,21 +191,24 @@ def codes_of_rows(cast: Cast) -> torch.Tensor:
 
 
 def clipped_above(fmt: Format) -> float:
-    """Return the scaled magnitude above which a cast clips: half a step beyond the format's largest number."""
+    """Return the scaled magnitude above which a cast clips: half a step beyond the format's largest
+    number."""
     return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
 
 
 def _sampled(matrix: torch.Tensor, height: int) -> torch.Tensor:
-    """Return all of a matrix of up to SAMPLED elements, else that many bands of `height` rows: one from each of equal
-    parts, at changing places, so that repeating rows, such as a sequence's first token, are neither missed nor
-    overcounted."""
+    """Return all of a matrix of up to SAMPLED elements, else that many bands of `height` rows: one
+    from each of equal parts, at changing places, so that repeating rows, such as a sequence's first
+    token, are neither missed nor overcounted."""
     rows, columns = matrix.shape
     bands = rows // height
     step = min(-(-rows * columns // SAMPLED), bands)
     if step <= 1:
         return matrix
     chosen = _spread(bands, step, matrix.device)
-    return matrix[: bands * height].unflatten(0, (bands, height)).index_select(0, chosen).flatten(0, 1)
+    return (
+        matrix[: bands * height].unflatten(0, (bands, height)).index_select(0, chosen).flatten(0, 1)
+    )
 
 
 def _spread(parts: int, step: int, device: torch.device) -> torch.Tensor:
@@ -220,10 +238,17 @@ def read(statistics: Sequence[Statistics]) -> list[Statistics]:
         by_device[counts.binades.device].append(index)
     for indices in by_device.values():
         chosen = [statistics[index] for index in indices]
-        scalars = [torch.stack([getattr(counts, name).double() for name in _READ]) for counts in chosen]
-        packed = torch.cat([torch.stack(scalars), torch.stack([counts.binades.double() for counts in chosen])], dim=1)
+        scalars = [
+            torch.stack([getattr(counts, name).double() for name in _READ]) for counts in chosen
+        ]
+        packed = torch.cat(
+            [torch.stack(scalars), torch.stack([counts.binades.double() for counts in chosen])],
+            dim=1,
+        )
         for index, row in zip(indices, packed.tolist(), strict=True):
             named = dict(zip(_READ, row, strict=False))
             named |= {name: int(named[name]) for name in _COUNTS}
-            numbers[index] = statistics[index]._replace(**named, binades=list(map(int, row[len(_READ) :])))
+            numbers[index] = statistics[index]._replace(
+                **named, binades=list(map(int, row[len(_READ) :]))
+            )
     return numbers

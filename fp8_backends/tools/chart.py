@@ -1,4 +1,5 @@
-"""`fp8-backends chart`: measure the precision and bytes of every level on a small model after one training step."""
+"""`fp8-backends chart`: measure the precision and bytes of every level on a small model after one
+training step."""
 
 import argparse
 import json
@@ -22,7 +23,14 @@ from ..states.gradient_release import release_gradients
 from .terminal import paragraphs, table
 
 ROWS = (
-    *("native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise", "ao:rowwise", "te:delayed"),
+    *(
+        "native:dynamic",
+        "native:delayed",
+        "native:rowwise",
+        "ao:tensorwise",
+        "ao:rowwise",
+        "te:delayed",
+    ),
     *("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "te+msamp:O2"),
 )
 """Backends without a level (O0), then levels."""
@@ -32,8 +40,14 @@ ModelAndOptimizer = tuple[nn.Module, torch.optim.Optimizer]
 _NAMES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 _NAMES |= {"float8_e4m3fn": "FP8", "uint8": "FP8", "int8": "INT8"}
 _LEGEND = (
-    ("bytes", "per element of the converted weights, read from live tensors after one optimizer step"),
-    ("transient", "copies of the weights that autograd keeps from forward to backward, beyond these bytes"),
+    (
+        "bytes",
+        "per element of the converted weights, read from live tensors after one optimizer step",
+    ),
+    (
+        "transient",
+        "copies of the weights that autograd keeps from forward to backward, beyond these bytes",
+    ),
     ("accumulating", "what the gradient gains while microbatches accumulate in FP32"),
     ("released", "the bytes with gradient_release, which drops gradients inside backward"),
     ("comm", "as planned; one process communicates nothing"),
@@ -62,15 +76,19 @@ class Level:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Prepares a small model at every level that this version has, takes one optimizer step, and prints what the "
-        "audit of the live model finds. Comm is what the recipe plans."
+        "Prepares a small model at every level that this version has, takes one optimizer step, "
+        "and prints what the audit of the live model finds. Comm is what the recipe plans."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     levels = measure()
-    print(json.dumps([asdict(level) for level in levels], indent=1) if args.json else _readable(levels))
+    print(
+        json.dumps([asdict(level) for level in levels], indent=1)
+        if args.json
+        else _readable(levels)
+    )
     return 0
 
 
@@ -81,7 +99,9 @@ def _model() -> ModelAndOptimizer:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def measure(backends: Sequence[str] = ROWS, make: Callable[[], ModelAndOptimizer] = _model) -> list[Level]:
+def measure(
+    backends: Sequence[str] = ROWS, make: Callable[[], ModelAndOptimizer] = _model
+) -> list[Level]:
     """Measure AMP on a stock model, then each backend on models of `make`."""
     level_before = logger.level
     logger.setLevel(logging.WARNING)  # hides the proof line of each model
@@ -95,10 +115,14 @@ def _measure_amp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Level:
     dtypes: set[str] = set()
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda _, __, result: dtypes.add(str(result.dtype).removeprefix("torch.")))
+            module.register_forward_hook(
+                lambda _, __, result: dtypes.add(str(result.dtype).removeprefix("torch."))
+            )
     transient = _step(model, optimizer, torch.autocast(hardware.device(), torch.float16))
     gemm = _precisions("+".join(sorted(dtypes)))
-    return _level("FP16 AMP", audit(model, optimizer), transient, gemm=gemm, comm="FP32", precision="fp16")
+    return _level(
+        "FP16 AMP", audit(model, optimizer), transient, gemm=gemm, comm="FP32", precision="fp16"
+    )
 
 
 def _measure(backend: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Level:
@@ -131,13 +155,20 @@ def _measure(backend: str, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def _level(name: str, report: Audit, transient: float, **values: str) -> Level:
-    parts = {part: _precisions(report.dtypes.get(part, "")) for part in ("weight", "master", "gradient", "optimizer")}
-    sizes = {"bytes_per_element": report.bytes_per_element["total"], "transient_bytes_per_element": round(transient, 3)}
+    parts = {
+        part: _precisions(report.dtypes.get(part, ""))
+        for part in ("weight", "master", "gradient", "optimizer")
+    }
+    sizes = {
+        "bytes_per_element": report.bytes_per_element["total"],
+        "transient_bytes_per_element": round(transient, 3),
+    }
     return Level(name, **parts, **sizes, **values)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.autocast) -> float:
-    """Take one training step and return the bytes of saved weight copies per element of the weights."""
+    """Take one training step and return the bytes of saved weight copies per element of the
+    weights."""
     weights = {_pointer(weight): weight.numel() for weight in model.parameters()}
     copies: dict[int, int] = {}
 
@@ -149,7 +180,12 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.au
 
     scaler = torch.amp.GradScaler(hardware.device(), enabled=autocast.fast_dtype == torch.float16)
     with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        loss = model(torch.randn(32, 64, device=hardware.device(), requires_grad=True)).float().square().mean()
+        loss = (
+            model(torch.randn(32, 64, device=hardware.device(), requires_grad=True))
+            .float()
+            .square()
+            .mean()
+        )
     transient = sum(copies.values()) / sum(weights.values())
     scaler.scale(loss).backward()
     scaler.step(optimizer)
@@ -172,7 +208,16 @@ def _readable(levels: list[Level]) -> str:
     for level in levels:
         if not level.not_measured:
             cells = [*asdict(level).values()][: len(rows[0])]
-            rows.append(["–" if each is None else each if isinstance(each, str) else f"{each:.4g}" for each in cells])
+            rows.append(
+                [
+                    "–" if each is None else each if isinstance(each, str) else f"{each:.4g}"
+                    for each in cells
+                ]
+            )
     notes = [*_LEGEND, ("around FP8", hardware.fast_precision(hardware.device()))]
-    notes += [("not measured", f"{level.name}: {level.not_measured}") for level in levels if level.not_measured]
+    notes += [
+        ("not measured", f"{level.name}: {level.not_measured}")
+        for level in levels
+        if level.not_measured
+    ]
     return f"{table(rows)}\n\n{paragraphs(notes)}"

@@ -11,7 +11,9 @@ from ..compute import chips
 from ..errors import FP8BackendError
 
 SHELLS = ("bash", "zsh")
-_WHOLE_STRINGS = "COMP_WORDBREAKS=${COMP_WORDBREAKS//:}  # else bash completes each part of native:dynamic alone"
+_WHOLE_STRINGS = (
+    "COMP_WORDBREAKS=${COMP_WORDBREAKS//:}  # else bash completes each part of native:dynamic alone"
+)
 _FILES = ("file", "output", "out", "text", "target", "config_file", "training_script")
 
 
@@ -35,7 +37,9 @@ def completion_script(commands: Mapping[str, tuple[str, str]], shell: str) -> st
     for name, (module_name, purpose) in commands.items():
         module = importlib.import_module(module_name, __package__)
         parents = [module.launch_parser()] if name == "launch" else []
-        of_command = subparsers.add_parser(name, help=purpose, parents=parents, conflict_handler="resolve")
+        of_command = subparsers.add_parser(
+            name, help=purpose, parents=parents, conflict_handler="resolve"
+        )
         if name != "launch":
             module.add_arguments(of_command)
         for action in of_command._actions:

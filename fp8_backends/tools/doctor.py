@@ -1,4 +1,5 @@
-"""`fp8-backends doctor`: list the backends that run on this machine, test them, and fix the others."""
+"""`fp8-backends doctor`: list the backends that run on this machine, test them, and fix the
+others."""
 
 import argparse
 import json
@@ -33,12 +34,18 @@ Lines = Iterator[tuple[str, str]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Lists devices and versions, says for each backend whether it can run here, or why not, and trains one step of "
-        "a small model with each that can, beside a plain one. Recommends a precision for this chip."
+        "Lists devices and versions, says for each backend whether it can run here, or why not, "
+        "and trains one step of a small model with each that can, beside a plain one. Recommends a "
+        "precision for this chip."
     )
     parser.add_argument("--no-test", action="store_true", help="run no training step")
-    parser.add_argument("--chips", action="store_true", help="print which backend has FP8 products on which chip")
-    parser.add_argument("--chip", help="say what another chip does, and nothing of this machine: h100, l40s, hopper, …")
+    parser.add_argument(
+        "--chips", action="store_true", help="print which backend has FP8 products on which chip"
+    )
+    parser.add_argument(
+        "--chip",
+        help="say what another chip does, and nothing of this machine: h100, l40s, hopper, …",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, the chips included")
 
 
@@ -47,30 +54,43 @@ def run(args: argparse.Namespace) -> int:
         product = chips.product_named(args.chip)
         advice = chips.advice_for(product.gpu, cpu_bf16=hardware.cpu_bf16())._asdict()
         report = {"name": product.name, "advice": advice, "chip": chips.described(product.chip)}
-        rows = [_advice(advice, CHIPS.get(product.name) or rates_of(product.chip)), *_chip(report["chip"])]
+        rows = [
+            _advice(advice, CHIPS.get(product.name) or rates_of(product.chip)),
+            *_chip(report["chip"]),
+        ]
         print(json.dumps(report, indent=1) if args.json else paragraphs(rows))
         return 0
     if args.json:
         every_chip = [chips.described(chip) for chip in chips.CHIPS]
         print(json.dumps({**diagnosis(not args.no_test), "chips": every_chip}, indent=1))
     elif args.chips:
-        notes = [(f"({number})", str(chips.NOTES[key])) for key, number in chips.numbered_notes().items()]
+        notes = [
+            (f"({number})", str(chips.NOTES[key])) for key, number in chips.numbered_notes().items()
+        ]
         legend = paragraphs([*(("", line) for line in chips.legend()), *notes], label_width=4)
         print(f"{table(chips.rows(), justify='left')}\n\n{legend}")
     else:
         report = diagnosis(not args.no_test)
-        parts = (_machine(report), _backends(report["backends"]), _tests(report["tests"]), _chip(report["chip"]))
+        parts = (
+            _machine(report),
+            _backends(report["backends"]),
+            _tests(report["tests"]),
+            _chip(report["chip"]),
+        )
         print("\n\n".join(map(paragraphs, parts)))
     return 0
 
 
 def diagnosis(tests: bool = True) -> dict[str, Any]:
-    """Return devices, versions, backends, test results, this chip's products and the recommended precision."""
+    """Return devices, versions, backends, test results, this chip's products and the recommended
+    precision."""
     described, devices = hardware.describe(), []
     for index in range(torch.cuda.device_count() if hardware.has_gpu() else 0):
         gpu, fp8 = torch.cuda.get_device_properties(index), hardware.gpu_chip(index).fp8
         chip = gpu.gcnArchName if torch.version.hip else f"{gpu.major}.{gpu.minor}"
-        devices.append({"name": gpu.name, "chip": chip, "memory_bytes": gpu.total_memory, "fp8_products": fp8})
+        devices.append(
+            {"name": gpu.name, "chip": chip, "memory_bytes": gpu.total_memory, "fp8_products": fp8}
+        )
     optional = {"CUDA of torch": torch.version.cuda, "ROCm of torch": torch.version.hip}
     versions = {
         **{"fp8-backends": __version__, "python": platform.python_version()},
@@ -100,14 +120,17 @@ def diagnosis(tests: bool = True) -> dict[str, Any]:
 def _driver() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     return next(iter(output.split()), None)
 
 
 def _explain_te(backends: dict[str, dict[str, Any]]) -> None:
-    """Import a TransformerEngine that looks usable in a new process, since the import may hang or crash."""
+    """Import a TransformerEngine that looks usable in a new process, since the import may hang or
+    crash."""
     if not backends.get("te", {}).get("can_run"):
         return
     command = [sys.executable, "-c", "import torch, transformer_engine.pytorch"]
@@ -118,12 +141,21 @@ def _explain_te(backends: dict[str, dict[str, Any]]) -> None:
         how = f"did not end within {TE_TIME_LIMIT:.0f} seconds"
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        how = f"ends with {signal.Signals(-error.returncode).name}" if error.returncode < 0 else f"fails with {last}"
-    backends["te"] |= {"can_run": False, "reason": f"importing TransformerEngine {how}", "fix": REINSTALL}
+        how = (
+            f"ends with {signal.Signals(-error.returncode).name}"
+            if error.returncode < 0
+            else f"fails with {last}"
+        )
+    backends["te"] |= {
+        "can_run": False,
+        "reason": f"importing TransformerEngine {how}",
+        "fix": REINSTALL,
+    }
 
 
 def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:
-    """List the rules of backends that can run here and that this chip does not refuse, and the levels."""
+    """List the rules of backends that can run here and that this chip does not refuse, and the
+    levels."""
     chip, cuda, names = hardware.chip(), hardware.cuda_release(), []
     for name, backend in backends.items():
         if not backend["can_run"] or not backend["scalings"]:
@@ -133,25 +165,41 @@ def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:
             if cell is None or cell.state_with(cuda) != chips.REFUSED:
                 names.append(rule)
         prefix = "" if name == "native" else f"{name}+"
-        names += [f"{prefix}msamp:{level}" for level in LEVELS if level in registry.get_compute(name).levels]
+        names += [
+            f"{prefix}msamp:{level}"
+            for level in LEVELS
+            if level in registry.get_compute(name).levels
+        ]
     return names
 
 
 def _machine(report: dict[str, Any]) -> Lines:
     machine = report["hardware"]
     if not machine["devices"]:
-        fast = "with bf16 products" if machine["cpu_bf16"] else "without fast bf16 products: FP32 runs around FP8"
+        fast = (
+            "with bf16 products"
+            if machine["cpu_bf16"]
+            else "without fast bf16 products: FP32 runs around FP8"
+        )
         yield "device", f"{machine['device']}, {fast}; no GPU is visible"
     alike = Counter(tuple(device.values()) for device in machine["devices"])
     for number, ((name, chip, memory, fp8), count) in enumerate(alike.items()):
         can = "FP8 products in hardware" if fp8 else "no FP8 products"
         chip = chip if "gfx" in chip else f"capability {chip}"
-        yield "" if number else "device", f"{count} x {name} ({memory / 2**30:.0f} GiB), {chip}: {can}"
+        yield (
+            "" if number else "device",
+            f"{count} x {name} ({memory / 2**30:.0f} GiB), {chip}: {can}",
+        )
     if len(alike) > 1:
         yield "", "they differ, and train together: the least of them decides"
     if machine["driver"]:
         yield "driver", machine["driver"]
-    yield "versions", ", ".join(f"{name} {version or 'not installed'}" for name, version in report["versions"].items())
+    yield (
+        "versions",
+        ", ".join(
+            f"{name} {version or 'not installed'}" for name, version in report["versions"].items()
+        ),
+    )
     yield _advice(report["advice"], rates_of(hardware.chip()))
     yield "auto", f"means {report['auto']['backend']} here: {report['auto']['reason']}"
 
@@ -168,7 +216,10 @@ def _backends(backends: dict[str, dict[str, Any]]) -> Lines:
         state = "can run" if backend["can_run"] else "cannot run"
         yield name, state + (f": {backend['reason']}" if backend["reason"] else "")
         if backend["can_run"] and backend["scalings"]:
-            yield "", f"scalings: {', '.join(f'{name}:{scaling}' for scaling in backend['scalings'])}"
+            yield (
+                "",
+                f"scalings: {', '.join(f'{name}:{scaling}' for scaling in backend['scalings'])}",
+            )
         if backend["fix"]:
             yield "", f"fix: {backend['fix']}"
 
@@ -180,11 +231,16 @@ def _tests(tests: list[dict[str, Any]] | None) -> Lines:
     proven = [test for test in tests if test["proven"]]
     yield "proven", ", ".join(test["backend"] for test in proven) or "none"
     if proven:
-        error, seconds = max(test["gradient_error"] for test in proven), sum(test["seconds"] for test in tests)
+        error, seconds = (
+            max(test["gradient_error"] for test in proven),
+            sum(test["seconds"] for test in tests),
+        )
         bound = f"gradients within {share(error)} of {proven[0]['precision']}'s"
         facts = f"every product in FP8, {bound}, bytes as planned, weights moved"
         yield "", f"(a training step each, {seconds:.1f} s in all: {facts})"
-    yield from (("unproven", f"{test['backend']}: {test['reason']}") for test in tests if not test["proven"])
+    yield from (
+        ("unproven", f"{test['backend']}: {test['reason']}") for test in tests if not test["proven"]
+    )
 
 
 def _chip(chip: dict[str, Any]) -> Lines:
@@ -194,8 +250,13 @@ def _chip(chip: dict[str, Any]) -> Lines:
         alike.setdefault((row["state"], row["reason"], row["install"]), []).extend(row["backends"])
     yield "chip", f"{chip['title']} ({chip['examples']}); all chips: fp8-backends doctor --chips"
     order = list(chips.MEANING)
-    for (state, reason, install), backends in sorted(alike.items(), key=lambda item: order.index(item[0][0])):
+    for (state, reason, install), backends in sorted(
+        alike.items(), key=lambda item: order.index(item[0][0])
+    ):
         text = ", ".join(backends) + (f": {reason}" if reason else "")
-        yield state, text + (f"; install {install}" if state == chips.FP8 and install != "nothing" else "")
+        yield (
+            state,
+            text + (f"; install {install}" if state == chips.FP8 and install != "nothing" else ""),
+        )
     for state in dict.fromkeys(row["state"] for row in chip["products"]):
         yield "", f"({state}: {chips.MEANING[state]})"

@@ -1,4 +1,5 @@
-"""`fp8-backends examples`: list or copy training scripts in FP8, ready to run, also without a GPU."""
+"""`fp8-backends examples`: list or copy training scripts in FP8, ready to run, also without a
+GPU."""
 
 import argparse
 import ast
@@ -33,26 +34,44 @@ def examples() -> dict[str, Example]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Lists training scripts in FP8, or copies one. Each runs without a GPU, some with --tiny."
-    parser.add_argument("name", metavar="NAME", nargs="?", help="copy this one (without it: list them all)")
+    parser.description = (
+        "Lists training scripts in FP8, or copies one. Each runs without a GPU, some with --tiny."
+    )
     parser.add_argument(
-        "target", metavar="TARGET", nargs="?", type=Path, default=Path(), help="a folder, or a new file (default: here)"
+        "name", metavar="NAME", nargs="?", help="copy this one (without it: list them all)"
+    )
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        help="a folder, or a new file (default: here)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     known = examples()
     if args.name is None:
-        rows = [row for name, example in known.items() for row in ((name, example.shows), ("", example.start))]
+        rows = [
+            row
+            for name, example in known.items()
+            for row in ((name, example.shows), ("", example.start))
+        ]
         print(f"{paragraphs(rows)}\n\nfp8-backends examples NAME copies one into this folder.")
         return 0
     name = args.name.removesuffix(".py")
     if name not in known:
-        raise FP8BackendError(f"no example is named {shown(name)}{closest(name, known)}; there are {', '.join(known)}")
+        raise FP8BackendError(
+            f"no example is named {shown(name)}{closest(name, known)}; there are {', '.join(known)}"
+        )
     script = known[name].script
     path = args.target / script.name if os.path.isdir(args.target) else args.target
     if path.suffix != ".py":
-        raise FP8BackendError(f"{shortened(str(path))} is no folder, and a script's name ends in .py: give one of both")
+        raise FP8BackendError(
+            f"{shortened(str(path))} is no folder, and a script's name ends in .py: give one of "
+            "both"
+        )
     try:
         with path.open("xb") as new:
             new.write(script.read_bytes())
@@ -62,9 +81,14 @@ def run(args: argparse.Namespace) -> int:
             f"fp8-backends examples {name} my_{script.name}"
         ) from None
     except OSError as error:
-        raise FP8BackendError(f"{shortened(str(path))} cannot be written: {error.strerror}") from error
+        raise FP8BackendError(
+            f"{shortened(str(path))} cannot be written: {error.strerror}"
+        ) from error
     start = known[name].start.replace(script.name, shlex.quote(str(path)))
     print(f"copied to {path}; start it with\n\n    {start}")
     if "--model" in start:
-        print("\nTry it with --tiny in place of model and data: random weights, without a GPU or a network.")
+        print(
+            "\nTry it with --tiny in place of model and data: random weights, without a GPU or a "
+            "network."
+        )
     return 0

@@ -15,31 +15,47 @@ from ..words import shortened, shown
 from .completion import SHELLS, completion_script
 
 COMMANDS = {
-    "examples": (".examples", "training scripts in FP8, listed or copied: each runs as it is, also without a GPU"),
+    "examples": (
+        ".examples",
+        "training scripts in FP8, listed or copied: each runs as it is, also without a GPU",
+    ),
     "launch": (
         "..accelerate_plugin.launch",
         "run a training script, unmodified, in FP8: takes everything that accelerate launch takes",
     ),
     "config": (
         ".config",
-        "what a configuration file of Accelerate or Axolotl means, checked, and written for Accelerate",
+        "what a configuration file of Accelerate or Axolotl means, checked, and written for "
+        "Accelerate",
     ),
     "doctor": (".doctor", "which backends run on this machine, proven by a test, and why not"),
-    "estimate": (".estimate.command", "memory and traffic of training a model, by backend and sharding"),
+    "estimate": (
+        ".estimate.command",
+        "memory and traffic of training a model, by backend and sharding",
+    ),
     "chart": (".chart", "precision and bytes of every level, measured on small prepared models"),
     "compare": (
         ".compare.command",
-        "train a small model with bf16 and FP8 backends side by side; table, results.json and report.html",
+        "train a small model with bf16 and FP8 backends side by side; table, results.json and "
+        "report.html",
     ),
     "monitor": (
         ".monitor",
-        "which layers of a training lose most by FP8, from what monitor_every has written; table and page",
+        "which layers of a training lose most by FP8, from what monitor_every has written; table "
+        "and page",
     ),
-    "advise": (".advise", "the mildest change of a recipe that halves the error of its gradients, measured on a model"),
-    "checkpoint": (".checkpoint", "which checkpoints are whole, and which file is at fault in the others"),
+    "advise": (
+        ".advise",
+        "the mildest change of a recipe that halves the error of its gradients, measured on a "
+        "model",
+    ),
+    "checkpoint": (
+        ".checkpoint",
+        "which checkpoints are whole, and which file is at fault in the others",
+    ),
 }
-"""Module and purpose of each command. The module has `add_arguments(parser)` and `run(args) -> exit code`, and is
-imported only to run its command; `run` of `launch` takes the words."""
+"""Module and purpose of each command. The module has `add_arguments(parser)` and `run(args) -> exit
+code`, and is imported only to run its command; `run` of `launch` takes the words."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,19 +66,29 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code: 2 with a message on stderr for a user's error, 130 for Ctrl-C."""
+    """Run a subcommand and return its exit code: 2 with a message on stderr for a user's error, 130
+    for Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does with characters that the terminal's encoding lacks
+    # as stderr does with characters that the terminal's encoding lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    parser = _Parser(prog="fp8-backends", description="FP8 training backends by name for Hugging Face Accelerate.")
+    parser = _Parser(
+        prog="fp8-backends",
+        description="FP8 training backends by name for Hugging Face Accelerate.",
+    )
     parser.add_argument("--version", action="version", version=f"fp8-backends {__version__}")
     parser.add_argument(
-        "--print-completion", choices=SHELLS, help="print the script that completes words in this shell"
+        "--print-completion",
+        choices=SHELLS,
+        help="print the script that completes words in this shell",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = next((word for word in argv if not word.startswith("-") and word not in SHELLS), None)
     if chosen not in (None, *COMMANDS):
-        parser.error(f"unknown command {shown(chosen)}{closest(chosen, COMMANDS)}; known are {', '.join(COMMANDS)}")
+        parser.error(
+            f"unknown command {shown(chosen)}{closest(chosen, COMMANDS)}; known are "
+            f"{', '.join(COMMANDS)}"
+        )
     for name, (module_name, purpose) in COMMANDS.items():
         if name != chosen:
             subparsers.add_parser(name, help=purpose)
@@ -72,10 +98,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             if not str(error.name).startswith("fp8_backends."):
                 raise
-            print(f"fp8-backends {name}: this copy of fp8_backends is without {error.name}", file=sys.stderr)
+            print(
+                f"fp8-backends {name}: this copy of fp8_backends is without {error.name}",
+                file=sys.stderr,
+            )
             return 2
         if chosen == "launch":  # Accelerate's own parser reads every word, whatever it begins with
-            of_command = subparsers.add_parser(name, help=purpose, prefix_chars="\0", add_help=False)
+            of_command = subparsers.add_parser(
+                name, help=purpose, prefix_chars="\0", add_help=False
+            )
             of_command.add_argument("words", nargs=argparse.REMAINDER)
         else:
             of_command = subparsers.add_parser(name, help=purpose)
@@ -84,7 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         at_fault = parser if args.command is None else of_command
         options = {**parser._option_string_actions, **at_fault._option_string_actions}
-        at_fault.error(f"unrecognized arguments: {' '.join(unknown)}{closest(unknown[0].partition('=')[0], options)}")
+        at_fault.error(
+            "unrecognized arguments: "
+            f"{' '.join(unknown)}{closest(unknown[0].partition('=')[0], options)}"
+        )
     if args.command is None and args.print_completion is None:
         parser.print_help()
         return 0

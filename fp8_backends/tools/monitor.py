@@ -1,4 +1,5 @@
-"""`fp8-backends monitor`: show the layers that lose most by FP8, from the file of a training with `monitor_every`."""
+"""`fp8-backends monitor`: show the layers that lose most by FP8, from the file of a training with
+`monitor_every`."""
 
 import argparse
 import itertools
@@ -14,7 +15,17 @@ from typing import Any
 
 from ..errors import FP8BackendError
 from ..formats.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
-from ..watch.monitor import FIGURES, MUCH_OF_SUMS, NAMES, NOT_FINITE, NOTABLE, STORED, is_finite, summary, tensors_of
+from ..watch.monitor import (
+    FIGURES,
+    MUCH_OF_SUMS,
+    NAMES,
+    NOT_FINITE,
+    NOTABLE,
+    STORED,
+    is_finite,
+    summary,
+    tensors_of,
+)
 from ..words import counted, finite, listed, share, shortened
 from . import page
 from .page import aside, bullets, signed
@@ -22,9 +33,12 @@ from .terminal import Verdict, paragraphs, table
 
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
 MUCH_LOST_DB = 3.0
-"""Name a tensor this many decibels below the format's usual SQNR: its error has twice the energy."""
+"""Name a tensor this many decibels below the format's usual SQNR: its error has twice the
+energy."""
 _NAMED = NOTABLE | {
-    f"over {MUCH_LOST_DB:g} dB more error than the format must have": lambda entry: (lost_db(entry) or 0) > MUCH_LOST_DB
+    f"over {MUCH_LOST_DB:g} dB more error than the format must have": lambda entry: (
+        (lost_db(entry) or 0) > MUCH_LOST_DB
+    )
 }
 _CURVES, _HISTOGRAMS, _ROWS = 7, 9, 20
 """Lines of a chart, histograms, and rows of a folded table."""
@@ -33,24 +47,41 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Reads the statistics that a training with monitor_every=N adds to a file, also while it runs: which layers "
-        "lose most by their casts to FP8, in the last sample and over the run."
+        "Reads the statistics that a training with monitor_every=N adds to a file, also while it "
+        "runs: which layers lose most by their casts to FP8, in the last sample and over the run."
     )
-    parser.add_argument("file", nargs="?", default="fp8_monitor.jsonl", help="what to read (./fp8_monitor.jsonl)")
-    parser.add_argument("--out", type=Path, metavar="PAGE", help="write a page for a browser too, such as monitor.html")
-    parser.add_argument("--json", action="store_true", help="print JSON: every sample's summary, and all tensors")
-    parser.add_argument("--worst", type=int, default=12, metavar="N", help="how many tensors the tables show (12)")
+    parser.add_argument(
+        "file", nargs="?", default="fp8_monitor.jsonl", help="what to read (./fp8_monitor.jsonl)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="PAGE",
+        help="write a page for a browser too, such as monitor.html",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: every sample's summary, and all tensors"
+    )
+    parser.add_argument(
+        "--worst", type=int, default=12, metavar="N", help="how many tensors the tables show (12)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     samples = read_samples(args.file)
-    print(json.dumps(as_json(samples), indent=1) if args.json else in_words(samples, max(args.worst, 1)))
+    print(
+        json.dumps(as_json(samples), indent=1)
+        if args.json
+        else in_words(samples, max(args.worst, 1))
+    )
     if args.out is not None:
         try:
             args.out.write_text(render(samples), encoding="utf-8")
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise FP8BackendError(f"--out {shortened(str(args.out))} cannot be written: {reason}") from None
+            raise FP8BackendError(
+                f"--out {shortened(str(args.out))} cannot be written: {reason}"
+            ) from None
         print(f"\n{args.out}", file=sys.stderr if args.json else sys.stdout)
     return 0
 
@@ -77,14 +108,17 @@ class Tensor:
 
     @property
     def shares(self) -> list[float]:
-        """Shares of the last sample: zeros and maxima of a stored state, saturated and flushed values of a cast."""
+        """Shares of the last sample: zeros and maxima of a stored state, saturated and flushed
+        values of a cast."""
         return [self.last[key] for key in _SHARES[self.is_stored]]
 
     @property
     def most_lost(self) -> tuple[float, int]:
         """The largest `lost_db` of all samples, and its step."""
         lost = zip(map(lost_db, self.entries), self.steps, strict=True)
-        return max(((decibels, step) for decibels, step in lost if decibels is not None), default=(0.0, 0))
+        return max(
+            ((decibels, step) for decibels, step in lost if decibels is not None), default=(0.0, 0)
+        )
 
     @property
     def badness(self) -> tuple:
@@ -93,21 +127,32 @@ class Tensor:
             return (True,)
         if self.is_stored:
             return (False, sum(self.shares))
-        sums, named = self.last.get("sum_lost") or 0.0, any(applies(self.last) for applies in _NAMED.values())
-        return (False, sums if sums > MUCH_OF_SUMS else 0.0, named, lost_db(self.last) or 0.0, *self.shares)
+        sums, named = (
+            self.last.get("sum_lost") or 0.0,
+            any(applies(self.last) for applies in _NAMED.values()),
+        )
+        return (
+            False,
+            sums if sums > MUCH_OF_SUMS else 0.0,
+            named,
+            lost_db(self.last) or 0.0,
+            *self.shares,
+        )
 
 
 _SHARES = {True: ("zeros", "at_max"), False: ("saturated", "flushed")}
 
 
 def lost_db(entry: dict[str, Any]) -> float | None:
-    """Return the decibels by which a cast's error exceeds the format's usual one; None without an error in dB."""
+    """Return the decibels by which a cast's error exceeds the format's usual one; None without an
+    error in dB."""
     sqnr = entry.get("sqnr_db")
     return None if sqnr is None else usual_db(entry["format"]) - sqnr
 
 
 def usual_db(fmt: str) -> float:
-    """Return the SQNR of normally distributed values in the normal range: E4M3 31.6 dB, E5M2 25.5 dB, 6 dB a bit."""
+    """Return the SQNR of normally distributed values in the normal range: E4M3 31.6 dB, E5M2 25.5
+    dB, 6 dB a bit."""
     return 13.5 + 6.02 * FORMATS[fmt].mantissa_bits
 
 
@@ -137,7 +182,10 @@ class Samples:
     @property
     def not_finite(self) -> dict[int, list[str]]:
         """Tensors with an inf or a NaN by step, the likely origin first."""
-        by_step = {r["step"]: [label for label, _, e in tensors_of(r) if not is_finite(e)] for r in self.records}
+        by_step = {
+            r["step"]: [label for label, _, e in tensors_of(r) if not is_finite(e)]
+            for r in self.records
+        }
         return {step: labels for step, labels in by_step.items() if labels}
 
     @property
@@ -150,7 +198,8 @@ class Samples:
 
 
 def read_samples(path: str | Path) -> Samples:
-    """Read a file of `monitor_every`, also while it grows. Raises `FP8BackendError` without a file or sample."""
+    """Read a file of `monitor_every`, also while it grows. Raises `FP8BackendError` without a file
+    or sample."""
     path, by_step, unreadable = Path(path), {}, 0
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device may never end
@@ -159,7 +208,8 @@ def read_samples(path: str | Path) -> Samples:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FP8BackendError(
-            f"{shortened(str(path))} cannot be read ({reason}): name the file of a training with monitor_every"
+            f"{shortened(str(path))} cannot be read ({reason}): name the file of a training with "
+            "monitor_every"
         ) from None
     for line in filter(str.strip, lines):
         if (record := _record(line)) is None:
@@ -168,7 +218,9 @@ def read_samples(path: str | Path) -> Samples:
             by_step[record["step"]] = record
     if not by_step:
         name = shortened(str(path))
-        raise FP8BackendError(f"{name} holds no sample yet: a training with monitor_every=N adds one every N steps")
+        raise FP8BackendError(
+            f"{name} holds no sample yet: a training with monitor_every=N adds one every N steps"
+        )
     records = [by_step[step] for step in sorted(by_step)]
     by_name: dict[tuple[str, str], Tensor] = {}
     for record in records:
@@ -177,16 +229,25 @@ def read_samples(path: str | Path) -> Samples:
                 tensor = by_name.setdefault((layer, name), Tensor(layer, name))
                 tensor.steps.append(record["step"])
                 tensor.entries.append(entry)
-    worst_first = sorted(by_name.values(), key=lambda tensor: (not tensor.is_stored, *tensor.badness), reverse=True)
+    worst_first = sorted(
+        by_name.values(), key=lambda tensor: (not tensor.is_stored, *tensor.badness), reverse=True
+    )
     return Samples(path, records, unreadable, worst_first)
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """Return the record on a line; None for anything that no monitor wrote, so that later code need not check."""
+    """Return the record on a line; None for anything that no monitor wrote, so that later code need
+    not check."""
     try:
         record = json.loads(line)
         tensors = [item for tensors in record["tensors"].values() for item in tensors.items()]
-        texts = [record["recipe"], record["casts"], *record["not_seen"], *record["tensors"], *dict(tensors)]
+        texts = [
+            record["recipe"],
+            record["casts"],
+            *record["not_seen"],
+            *record["tensors"],
+            *dict(tensors),
+        ]
         texts += record.get("sums", [])
         is_record = (
             type(record["step"]) is int
@@ -217,14 +278,17 @@ def _is_entry(name: str, entry: dict[str, Any]) -> bool:
 
 
 def as_json(samples: Samples) -> dict[str, Any]:
-    """Return the findings, the summary of each sample and the last entry of each tensor; None for NaN."""
+    """Return the findings, the summary of each sample and the last entry of each tensor; None for
+    NaN."""
     summaries = [{"step": record["step"], **summary(record)} for record in samples.records]
     return {
         "file": str(samples.path),
         "recipe": samples.last["recipe"],
         "steps": samples.steps,
         **findings(samples)._asdict(),
-        "not_finite": [{"step": step, "tensors": labels} for step, labels in samples.not_finite.items()],
+        "not_finite": [
+            {"step": step, "tensors": labels} for step, labels in samples.not_finite.items()
+        ],
         "samples": finite(summaries),
         "tensors": [
             {"layer": each.layer, "tensor": each.name, "lost_db": lost_db(each.last), **each.last}
@@ -242,7 +306,8 @@ def in_words(samples: Samples, worst: int) -> str:
         if tensors:
             rows = [list(columns), *map(cells, tensors[:worst])]
             has_sums = any("sum_lost" in tensor.last for tensor in tensors)
-            shown = -3 if columns is CAST_COLUMNS and not has_sums else -2  # the page has amaxes and scales
+            # the page has amaxes and scales
+            shown = -3 if columns is CAST_COLUMNS and not has_sums else -2
             parts.append(table([row[:shown] for row in rows]))
         if len(tensors) > worst:
             parts.append(f"the worst {worst} of {len(tensors)}")
@@ -265,7 +330,11 @@ def cells(tensor: Tensor) -> list[str]:
         *(tensor.layer or "(root)", tensor.name, entry["format"]),
         *(missing if each is None else f"{each:.1f}".replace("-0.0", "0.0") for each in texts),
         *(share(each) if finite else "NaN" for each in tensor.shares),
-        *([] if tensor.is_stored else ["–" if entry.get("sum_lost") is None else f"{100 * entry['sum_lost']:.1f} %"]),
+        *(
+            []
+            if tensor.is_stored
+            else ["–" if entry.get("sum_lost") is None else f"{100 * entry['sum_lost']:.1f} %"]
+        ),
         *(_number(entry["amax"]), "–" if low is None and high is None else scale),
     ]
 
@@ -278,16 +347,23 @@ def findings(samples: Samples) -> Verdict:
     """Judge the last sample, and name the first that was not finite."""
     casts, step = samples.casts, samples.last["step"]
     tensors = tensors_of(samples.last)
-    named = {title: [label for label, _, entry in tensors if applies(entry)] for title, applies in _NAMED.items()}
+    named = {
+        title: [label for label, _, entry in tensors if applies(entry)]
+        for title, applies in _NAMED.items()
+    }
     details = [f"{title}: {listed(labels)}" for title, labels in named.items() if labels]
     if not casts:
         return Verdict("open", f"no cast was seen at step {step}", [])
     headline = f"step {step}: every cast loses what its format must lose, and no more"
     if spoiled := named[NOT_FINITE]:
-        headline = f"step {step}: {len(spoiled)} of {counted(len(tensors), 'tensor')} hold an inf or a NaN"
+        headline = (
+            f"step {step}: {len(spoiled)} of {counted(len(tensors), 'tensor')} hold an inf or a NaN"
+        )
     elif details:
         losing = len(set().union(*named.values()))
-        headline = f"step {step}: {losing} of {counted(len(casts), 'cast')} lose more than they must"
+        headline = (
+            f"step {step}: {losing} of {counted(len(casts), 'cast')} lose more than they must"
+        )
         details.append("fp8-backends advise tries changes of the recipe")
     mood = "open" if details else "good"
     if not_finite := samples.not_finite:
@@ -305,16 +381,31 @@ def remarks(samples: Samples) -> list[tuple[str, str]]:
     last = samples.last
     sqnr = "energy of the values over that of the error; lost: decibels below what the format usually has, "
     rows = [
-        ("casts", f"by {last['casts']}; of rank 0, all microbatches of the step, of a weight the first"),
+        (
+            "casts",
+            f"by {last['casts']}; of rank 0, all microbatches of the step, of a weight the first",
+        ),
         ("SQNR", f"{sqnr}in the last sample and at most in any"),
-        ("shares", "of values that are not zero; of a tensor of more than 65,536 elements, of some of its rows"),
+        (
+            "shares",
+            "of values that are not zero; of a tensor of more than 65,536 elements, of some of its "
+            "rows",
+        ),
     ]
     if chips := last.get("sums"):
-        rows.append(("sums", f"share of the forward's sums that {', '.join(chips)} loses, for some rows and columns"))
+        rows.append(
+            (
+                "sums",
+                f"share of the forward's sums that {', '.join(chips)} loses, for some rows and "
+                "columns",
+            )
+        )
     if not_seen := last["not_seen"]:
         rows.append(("not seen", listed(not_seen)))
     if samples.unreadable:
-        rows.append(("unread", f"{counted(samples.unreadable, 'line')} of {samples.path} could not be read"))
+        rows.append(
+            ("unread", f"{counted(samples.unreadable, 'line')} of {samples.path} could not be read")
+        )
     return rows
 
 
@@ -339,7 +430,10 @@ def _figures(samples: Samples) -> list[tuple[str, str]]:
         return [("hold an inf or a NaN", f"{spoiled} of {counted(len(samples.tensors), 'tensor')}")]
     lost = [decibels for tensor in casts if (decibels := lost_db(tensor.last)) is not None]
     figures = [("most lost below the format's usual SQNR", f"{max(lost):.1f} dB")] if lost else []
-    for key, label in (("saturated", "largest share clipped"), ("flushed", "largest share flushed to zero")):
+    for key, label in (
+        ("saturated", "largest share clipped"),
+        ("flushed", "largest share flushed to zero"),
+    ):
         figures += [(label, share(max(tensor.last[key] for tensor in casts)))] if casts else []
     return figures
 
@@ -347,7 +441,11 @@ def _figures(samples: Samples) -> list[tuple[str, str]]:
 def _table(columns: Sequence[str], tensors: list[Tensor]) -> str:
     rows = [list(map(signed, cells(tensor))) for tensor in tensors]
     html, rest = page.table(columns, rows[:_ROWS], texts=3) if rows else "", rows[_ROWS:]
-    return html + page.details(f"{len(rest)} more", page.table(columns, rest, texts=3)) if rest else html
+    return (
+        html + page.details(f"{len(rest)} more", page.table(columns, rest, texts=3))
+        if rest
+        else html
+    )
 
 
 def _over_the_run(samples: Samples) -> str:
@@ -357,7 +455,9 @@ def _over_the_run(samples: Samples) -> str:
     lines = {}
     for tensor in worst:
         by_step = dict(zip(tensor.steps, map(lost_db, tensor.entries), strict=True))
-        lines[tensor.label] = [math.nan if by_step.get(step) is None else by_step[step] for step in samples.steps]
+        lines[tensor.label] = [
+            math.nan if by_step.get(step) is None else by_step[step] for step in samples.steps
+        ]
     html = _chart(samples, lines, "Error of the worst tensors", "dB below the format's usual SQNR")
     html += aside("The tensors that lose most at any time of the run.") if html else ""
     for key, title in (("saturated", "Clipped"), ("flushed", "Flushed to zero")):
@@ -367,13 +467,17 @@ def _over_the_run(samples: Samples) -> str:
             known = bool(entries) and all(map(is_finite, entries))
             lines[name].append(100 * max(entry[key] for entry in entries) if known else math.nan)
         if any(percent > 0 for percents in lines.values() for percent in percents):
-            chart = _chart(samples, lines, f"{title}: the largest share of any layer", "% of the values")
+            chart = _chart(
+                samples, lines, f"{title}: the largest share of any layer", "% of the values"
+            )
             html += f"<h3>{title}</h3>{chart}"
     return html
 
 
 def _chart(samples: Samples, lines: dict[str, list[float]], title: str, label: str) -> str:
-    series = [page.Series(name, f"var(--c{number})", lines[name]) for number, name in enumerate(lines, 1)]
+    series = [
+        page.Series(name, f"var(--c{number})", lines[name]) for number, name in enumerate(lines, 1)
+    ]
     return page.curves(series, samples.steps, title, label, zero_line=True, height=260, legend=True)
 
 
@@ -382,9 +486,9 @@ def _histograms(tensors: list[Tensor]) -> str:
     if not shown:
         return ""
     return page.cards({tensor.label: _histogram(tensor) for tensor in shown}) + aside(
-        "Scaled values by power of two, of the tensors that lose most. Between the lines lie the format's normal "
-        "numbers; to the left of them are those that lose bits and at last become zero, to the right those that are "
-        "clipped."
+        "Scaled values by power of two, of the tensors that lose most. Between the lines lie the "
+        "format's normal numbers; to the left of them are those that lose bits and at last become "
+        "zero, to the right those that are clipped."
     )
 
 
@@ -393,33 +497,45 @@ def _histogram(tensor: Tensor) -> str:
     entry, height, base = tensor.last, 120, 96
     fmt = FORMATS[entry["format"]]
     first, last = entry["exponents"]
-    low, high = min(first, fmt.min_exponent - fmt.mantissa_bits) - 1, max(last, fmt.max_exponent) + 1
+    low, high = (
+        min(first, fmt.min_exponent - fmt.mantissa_bits) - 1,
+        max(last, fmt.max_exponent) + 1,
+    )
     width, largest = 100 / (high - low + 1), max(entry["binades"])
     parts = []
     for exponent, count in zip(range(first, last + 1), entry["binades"], strict=True):
         inside = fmt.min_exponent <= exponent <= fmt.max_exponent
         bar = max(round(base * 0.92 * count / largest, 1), 0.8 if count else 0)
         parts.append(
-            f'<rect x="{(exponent - low) * width:.2f}%" y="{base - bar}" width="{width * 0.86:.2f}%" height="{bar}" '
-            f'fill="var({"--c1" if inside else "--c2"})"><title>2^{exponent}: {count}</title></rect>'
+            f'<rect x="{(exponent - low) * width:.2f}%" y="{base - bar}" '
+            f'width="{width * 0.86:.2f}%" height="{bar}" '
+            f'fill="var({"--c1" if inside else "--c2"})"><title>2^{exponent}: '
+            f"{count}</title></rect>"
         )
     for exponent, past, anchor in ((fmt.min_exponent, 0, "start"), (fmt.max_exponent, 1, "end")):
-        place, power = round((exponent + past - low) * width, 2), str(exponent).translate(_SUPERSCRIPTS)
+        place, power = (
+            round((exponent + past - low) * width, 2),
+            str(exponent).translate(_SUPERSCRIPTS),
+        )
         parts.append(page.line("bound", place, 0, place, base))
         parts.append(page.text(place, base + 16, f"2{power}", "tick", anchor))
     return page.drawing(height, f"exponents of {tensor.label}", parts)
 
 
 def _reading(samples: Samples) -> str:
-    points = [f"<b>{escape(label)}</b>: {escape(text, quote=False)}." for label, text in remarks(samples)]
+    points = [
+        f"<b>{escape(label)}</b>: {escape(text, quote=False)}." for label, text in remarks(samples)
+    ]
     points += [
-        "<b>Clipped</b>: beyond what rounds to the format's largest number. With scales by the tensor's own amax "
-        "nothing is clipped; with delayed scales a tensor that has grown since is.",
-        "<b>Flushed</b>: not zero before the cast, and zero after it: below half of the format's smallest number. A "
-        "few large values of a tensor with one scale push the others there; finer scales (rowwise, blockwise, mxfp8) "
-        "help.",
-        "<b>Sums</b>: tensor cores keep few bits of long sums; fast_accumulation turns that off by layer.",
-        "<b>A level's states</b> are read after the step, as codes: how many are zero and how many lie at the largest "
-        "number. What they were made of is gone, and so no error is known.",
+        "<b>Clipped</b>: beyond what rounds to the format's largest number. With scales by the "
+        "tensor's own amax nothing is clipped; with delayed scales a tensor that has grown since "
+        "is.",
+        "<b>Flushed</b>: not zero before the cast, and zero after it: below half of the format's "
+        "smallest number. A few large values of a tensor with one scale push the others there; "
+        "finer scales (rowwise, blockwise, mxfp8) help.",
+        "<b>Sums</b>: tensor cores keep few bits of long sums; fast_accumulation turns that off by "
+        "layer.",
+        "<b>A level's states</b> are read after the step, as codes: how many are zero and how many "
+        "lie at the largest number. What they were made of is gone, and so no error is known.",
     ]
     return bullets(points, "reading")

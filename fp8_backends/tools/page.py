@@ -1,4 +1,5 @@
-"""Draw the HTML page of a command, one self-contained file. Horizontal positions are percentages of the screen."""
+"""Draw the HTML page of a command, one self-contained file. Horizontal positions are percentages of
+the screen."""
 
 import itertools
 import math
@@ -21,10 +22,12 @@ def page(
     sections: Mapping[str, str],
     badge: str = "",
 ) -> str:
-    """Return a page: facts, the verdict, large figures (label, value), and non-empty HTML sections by title."""
+    """Return a page: facts, the verdict, large figures (label, value), and non-empty HTML sections
+    by title."""
     style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     tiles = "".join(
-        f'<div class="tile"><div class="value">{signed(value)}</div><div class="label">{escape(label)}</div></div>'
+        f'<div class="tile"><div class="value">{signed(value)}</div><div '
+        f'class="label">{escape(label)}</div></div>'
         for label, value in figures
     )
     parts = [
@@ -34,7 +37,11 @@ def page(
         f'<div class="verdict {verdict.mood}"><p>{escape(verdict.headline)}</p>',
         (bullets(map(signed, verdict.details)) if verdict.details else "") + "</div>",
         tiles and f'<div class="tiles">{tiles}</div>',
-        *(f"<section>\n<h2>{escape(name)}</h2>\n{html}\n</section>" for name, html in sections.items() if html),
+        *(
+            f"<section>\n<h2>{escape(name)}</h2>\n{html}\n</section>"
+            for name, html in sections.items()
+            if html
+        ),
     ]
     body = "\n".join(parts)
     return (
@@ -46,7 +53,8 @@ def page(
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """Draw a table of HTML cells; the first column names the rows, and the first `texts` columns are no numbers."""
+    """Draw a table of HTML cells; the first column names the rows, and the first `texts` columns
+    are no numbers."""
     classes = ["name", *["text"] * (texts - 1), *[""] * (len(headings) - texts)]
     head = "".join(
         f'<th class="{css}">{escape(heading).replace("/", "/<wbr>")}</th>'
@@ -55,7 +63,8 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1
     lines = []
     for row in rows:
         cells = (
-            f'<td class="{"muted" if cell in ("emulated", "–") else css}" data-label="{escape(heading)}">{cell}</td>'
+            f'<td class="{"muted" if cell in ("emulated", "–") else css}" '
+            f'data-label="{escape(heading)}">{cell}</td>'
             for css, heading, cell in zip(classes, headings, row, strict=True)
         )
         lines.append(f"<tr>{''.join(cells)}</tr>")
@@ -77,7 +86,11 @@ def details(summary: str, html: str) -> str:
 
 def cards(bodies: Mapping[str, str]) -> str:
     """Put HTML side by side, each below its title."""
-    html = "".join(f'<div class="card"><h3>{escape(title)}</h3>{body}</div>' for title, body in bodies.items() if body)
+    html = "".join(
+        f'<div class="card"><h3>{escape(title)}</h3>{body}</div>'
+        for title, body in bodies.items()
+        if body
+    )
     return html and f'<div class="cards">{html}</div>'
 
 
@@ -137,7 +150,9 @@ def curves(
     series = [line for line in series if any(map(math.isfinite, line.values))]
     if not series:
         return ""
-    values = [v for line in series for v in (*line.values, *line.low, *line.high) if math.isfinite(v)]
+    values = [
+        v for line in series for v in (*line.values, *line.low, *line.high) if math.isfinite(v)
+    ]
     values += [0.0] if zero_line else []
     low, high = min(values), max(values)
     pad = (high - low) * 0.05 or 0.05
@@ -145,27 +160,43 @@ def curves(
     y = Scale(low - pad, high + pad, height - 40, 28)
     parts = [text(0, 10, y_label, shift=-44)]
     for tick in y.ticks():
-        parts += [line("grid", 0, y(tick), 100, y(tick)), text(0, y(tick) + 4, _number(tick), "tick", "end", shift=-8)]
+        parts += [
+            line("grid", 0, y(tick), 100, y(tick)),
+            text(0, y(tick) + 4, _number(tick), "tick", "end", shift=-8),
+        ]
     for tick in sorted({steps[0], *(int(tick) for tick in x.ticks(6) if tick >= steps[0])}):
         if tick == steps[0] or x(tick) > 6:
             parts.append(text(x(tick), height - 22, str(tick), "tick", "middle"))
     parts.append(text(50, height - 4, "training step", anchor="middle"))
     parts += [line("zero", 0, y(0), 100, y(0))] if zero_line else []
-    parts.append(f'<svg class="stretched" viewBox="0 0 100 {height}" height="{height}" preserveAspectRatio="none">')
+    parts.append(
+        f'<svg class="stretched" viewBox="0 0 100 {height}" height="{height}" '
+        'preserveAspectRatio="none">'
+    )
     for band in series:
         high, low = (
-            [f"{x(step)} {y(value)}" for step, value in zip(steps, edge, strict=False) if math.isfinite(value)]
+            [
+                f"{x(step)} {y(value)}"
+                for step, value in zip(steps, edge, strict=False)
+                if math.isfinite(value)
+            ]
             for edge in (band.high, band.low)
         )
         if high:
-            parts.append(f'<path class="band" d="M{"L".join([*high, *reversed(low)])}Z" fill="{band.color}"/>')
+            parts.append(
+                f'<path class="band" d="M{"L".join([*high, *reversed(low)])}Z" '
+                f'fill="{band.color}"/>'
+            )
     for curve in series:
         points = list(zip(steps, curve.values, strict=False))
         for is_finite, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
             if is_finite:
                 path = "L".join(f"{x(step)} {y(value)}" for step, value in run)
                 title_of_curve = f"<title>{escape(curve.name)}</title>"
-                parts.append(f'<path class="curve" stroke="{curve.color}" d="M{path}">{title_of_curve}</path>')
+                parts.append(
+                    f'<path class="curve" stroke="{curve.color}" '
+                    f'd="M{path}">{title_of_curve}</path>'
+                )
     chart = drawing(height, title, [*parts, "</svg>"])
     return f'{names}<div class="chart with-y-axis">{chart}</div>'
 
@@ -181,13 +212,17 @@ class Interval:
     label: str
 
 
-def intervals(rows: Sequence[Interval], bound: float, spread: float, title: str, x_label: str) -> str:
+def intervals(
+    rows: Sequence[Interval], bound: float, spread: float, title: str, x_label: str
+) -> str:
     """Draw each row's mean, interval and points over the bound and the spread around zero."""
     if not rows:
         return ""
     row_height, top = 58, 4
     bottom = top + row_height * len(rows)
-    values = [v for row in rows for v in (row.mean, row.low, row.high, *row.points) if v is not None]
+    values = [
+        v for row in rows for v in (row.mean, row.low, row.high, *row.points) if v is not None
+    ]
     values = [0.0, bound * 1.25, -bound * 0.6, *filter(math.isfinite, values)]
     pad = (max(values) - min(values)) * 0.06
     x = Scale(min(values) - pad, max(values) + pad, 0, 100)
@@ -195,9 +230,15 @@ def intervals(rows: Sequence[Interval], bound: float, spread: float, title: str,
     parts = [text(x(tick), bottom + 18, _number(tick), "tick", "middle") for tick in x.ticks(4)]
     parts.append(text(50, bottom + 38, x_label, anchor="middle"))
     for start, row in zip(range(top, bottom, row_height), rows, strict=True):
-        parts += [text(0, start + 18, row.name, "row-label"), text(100, start + 18, row.label, "value", "end")]
+        parts += [
+            text(0, start + 18, row.name, "row-label"),
+            text(100, start + 18, row.label, "value", "end"),
+        ]
         high, low = start + 26, start + row_height - 4  # no line crosses a label
-        parts.append(f'<rect class="spread" x="{left}%" y="{high}" width="{right - left:.2f}%" height="{low - high}"/>')
+        parts.append(
+            f'<rect class="spread" x="{left}%" y="{high}" width="{right - left:.2f}%" '
+            f'height="{low - high}"/>'
+        )
         lines = [*(("grid", tick) for tick in x.ticks(4)), ("zero", 0), ("bound", bound)]
         parts += [line(css, x(place), high, x(place), low) for css, place in lines]
         if not math.isfinite(row.mean):
@@ -206,9 +247,15 @@ def intervals(rows: Sequence[Interval], bound: float, spread: float, title: str,
         dots = [("seed", point, 3) for point in row.points if math.isfinite(point)]
         if row.low is not None and row.high is not None:
             parts.append(line("interval", x(row.low), middle, x(row.high), middle, stroke))
-            parts += [line("interval", x(end), middle - 7, x(end), middle + 7, stroke) for end in (row.low, row.high)]
+            parts += [
+                line("interval", x(end), middle - 7, x(end), middle + 7, stroke)
+                for end in (row.low, row.high)
+            ]
         for css, value, radius in (*dots, ("mean", row.mean, 5.5)):
-            parts.append(f'<circle class="{css}" cx="{x(value)}%" cy="{middle}" r="{radius}" fill="{row.color}"/>')
+            parts.append(
+                f'<circle class="{css}" cx="{x(value)}%" cy="{middle}" r="{radius}" '
+                f'fill="{row.color}"/>'
+            )
     return f'<div class="chart">{drawing(bottom + 46, title, parts)}</div>'
 
 
@@ -218,8 +265,9 @@ def bars(rows: Sequence[tuple[str, str, float, str]], title: str) -> str:
         return ""
     largest = max(value for _, _, value, _ in rows) or 1
     parts = [
-        f'<div class="bar"><span class="row-label">{escape(name)}</span><span class="value">{escape(label)}</span>'
-        f'<div class="track"><div style="width:{100 * value / largest:.2f}%;background:{color}"></div></div></div>'
+        f'<div class="bar"><span class="row-label">{escape(name)}</span><span '
+        f'class="value">{escape(label)}</span><div class="track"><div '
+        f'style="width:{100 * value / largest:.2f}%;background:{color}"></div></div></div>'
         for name, color, value, label in rows
     ]
     return f'<div class="chart" role="group" aria-label="{escape(title)}">{"".join(parts)}</div>'
@@ -236,7 +284,9 @@ def line(css: str, x1: float, y1: float, x2: float, y2: float, more: str = "") -
     return f'<line class="{css}" x1="{x1}%" y1="{y1}" x2="{x2}%" y2="{y2}"{more}/>'
 
 
-def text(x: float, y: float, words: str, css: str = "axis-label", anchor: str = "start", shift: int = 0) -> str:
+def text(
+    x: float, y: float, words: str, css: str = "axis-label", anchor: str = "start", shift: int = 0
+) -> str:
     moved = f' dx="{shift}"' if shift else ""
     return f'<text class="{css}" x="{x}%" y="{y:.1f}" text-anchor="{anchor}"{moved}>{escape(words)}</text>'
 

@@ -1,4 +1,5 @@
-"""Test one small step of each backend against a plain one, in another process that may crash (docs/planning.rst).
+"""Test one small step of each backend against a plain one, in another process that may crash
+(docs/planning.rst).
 
 python -m fp8_backends.tools.self_test native:dynamic msamp:O2
 """
@@ -32,10 +33,10 @@ from .terminal import environment_without
 
 LOSS_BOUND = 0.05
 GRADIENT_BOUND = 0.25
-"""Relative errors against the plain step, the gradient's in L2. Rounding to E4M3 is an error of 0.026, to E5M2 of
-0.052, so a forward product errs by 0.037 and a backward one by 0.058. Through the three layers here a gradient errs by
-0.12, half of the bound, and the loss, an average over a thousand outputs, by less than 0.01. Wrong codes or scales err
-by 1."""
+"""Relative errors against the plain step, the gradient's in L2. Rounding to E4M3 is an error of
+0.026, to E5M2 of 0.052, so a forward product errs by 0.037 and a backward one by 0.058. Through the
+three layers here a gradient errs by 0.12, half of the bound, and the loss, an average over a
+thousand outputs, by less than 0.01. Wrong codes or scales err by 1."""
 FOUR_BITS_BOUND = 0.6
 """Of the gradient by NVFP4: rounding is an error of 0.1, stochastic rounding of 0.14."""
 BYTES_BOUND = 0.02
@@ -83,7 +84,12 @@ def _run_in_process(backends: list[str]) -> list[SelfTest]:
     results, reasons, limit = [], [], STARTS_WITHIN
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
 
         def kill(*late: str) -> None:  # with its children, in its own session
@@ -93,7 +99,9 @@ def _run_in_process(backends: list[str]) -> list[SelfTest]:
 
         try:
             for backend in backends:
-                timer = threading.Timer(limit, kill, [f"the test did not end within {limit:.0f} seconds"])
+                timer = threading.Timer(
+                    limit, kill, [f"the test did not end within {limit:.0f} seconds"]
+                )
                 timer.start()
                 line = next((line for line in process.stdout if line.startswith(_MARK)), None)
                 timer.cancel()
@@ -101,8 +109,12 @@ def _run_in_process(backends: list[str]) -> list[SelfTest]:
                     code = process.wait()
                     errors.seek(0)
                     # an interrupted library may end with nanobind's list of leaks
-                    lines = itertools.takewhile(lambda line: not line.startswith("nanobind:"), errors)
-                    last_line = ([line.strip() for line in lines if line.strip()] or ["no message"])[-1]
+                    lines = itertools.takewhile(
+                        lambda line: not line.startswith("nanobind:"), errors
+                    )
+                    last_line = (
+                        [line.strip() for line in lines if line.strip()] or ["no message"]
+                    )[-1]
                     how = f"code {code}: {last_line}" if code >= 0 else signal.Signals(-code).name
                     reasons.append(f"the test ended its process with {how}")
                     return [*results, SelfTest(backend, False, reasons[0])]
@@ -141,7 +153,8 @@ def _test(backend: str) -> SelfTest:
     expected_loss, expected_gradients = _backward(_model_and_optimizer()[0])
     model, optimizer = prepare(*_model_and_optimizer(), recipe)
     if recipe.scaling == "delayed":
-        _backward(model)  # TransformerEngine's first step has scales of 1, where small gradients vanish
+        # TransformerEngine's first step has scales of 1, where small gradients vanish
+        _backward(model)
         optimizer.zero_grad()
     loss, gradients = _backward(model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -160,7 +173,9 @@ def _test(backend: str) -> SelfTest:
         bytes_per_element=report.bytes_per_element["total"],
     )
     faults = list(_faults(result, report, recipe))
-    if not all(bool((p.detach() != old).any()) for p, old in zip(model.parameters(), before, strict=True)):
+    if not all(
+        bool((p.detach() != old).any()) for p, old in zip(model.parameters(), before, strict=True)
+    ):
         faults.append("a weight did not move in the optimizer's step")
     result.proven, result.reason = not faults, "; ".join(faults)
     return result
@@ -172,7 +187,10 @@ def _faults(result: SelfTest, report: Audit, recipe: Recipe) -> Iterator[str]:
     if len(report.products) != _LAYERS:
         yield f"{len(report.products)} of {_LAYERS} layers were converted"
     gradient_bound = FOUR_BITS_BOUND if recipe.scaling == "nvfp4" else GRADIENT_BOUND
-    bounds = (("loss", result.loss_error, LOSS_BOUND), ("gradient", result.gradient_error, gradient_bound))
+    bounds = (
+        ("loss", result.loss_error, LOSS_BOUND),
+        ("gradient", result.gradient_error, gradient_bound),
+    )
     for quantity, error, bound in bounds:
         if not error <= bound:  # NaN too
             yield f"{quantity} differs from {result.precision}'s by {error:.2g}, the bound is {bound}"
@@ -189,14 +207,20 @@ def _model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _backward(model: nn.Module) -> tuple[float, list[torch.Tensor]]:
-    """Return (loss, plain gradients of all parameters) of one fixed batch, in the fast precision."""
+    """Return (loss, plain gradients of all parameters) of one fixed batch, in the fast
+    precision."""
     generator = torch.Generator().manual_seed(1)
-    inputs, targets = (torch.randn(_TOKENS, _WIDTH, generator=generator).to(hardware.device()) for _ in range(2))
+    inputs, targets = (
+        torch.randn(_TOKENS, _WIDTH, generator=generator).to(hardware.device()) for _ in range(2)
+    )
     inputs.requires_grad_()  # so that the first layer makes its dgrad
     with hardware.fast_autocast(hardware.device()):
         loss = (model(inputs).float() - targets).square().mean()
     loss.backward()
-    gradients = [p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad for p in model.parameters()]
+    gradients = [
+        p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad
+        for p in model.parameters()
+    ]
     return loss.item(), [gradient.detach().float().clone() for gradient in gradients]
 
 

@@ -1,4 +1,5 @@
-"""Print paragraphs, tables and progress for every command; rich is imported at the first step on a terminal."""
+"""Print paragraphs, tables and progress for every command; rich is imported at the first step on a
+terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ WIDTH = 100
 """Default width, such as in a file, and maximum width of paragraphs."""
 
 FEATURES = {name: field for name, field in OF_FEATURES.items() if not field.only_watches}
-"""Features that change what a training computes or stores: commands that measure it have a flag for each."""
+"""Features that change what a training computes or stores: commands that measure it have a flag for
+each."""
 
 
 def add_feature_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +32,11 @@ def add_feature_flags(parser: argparse.ArgumentParser) -> None:
 
 def features_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the recipe fields given by `add_feature_flags`. Raises `RecipeError`."""
-    return {name: field.parsed(given) for name, field in FEATURES.items() if (given := getattr(args, name)) is not None}
+    return {
+        name: field.parsed(given)
+        for name, field in FEATURES.items()
+        if (given := getattr(args, name)) is not None
+    }
 
 
 class Verdict(NamedTuple):
@@ -54,9 +60,13 @@ def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
     rows, lines = list(rows), []
     start = max([label_width, *(len(label) for label, _ in rows)]) + 1 if label_width else 0
     for label, text in rows:
-        wrap = TextWrapper(max(1, min(WIDTH, width()) - start), break_long_words=False, break_on_hyphens=False)
+        wrap = TextWrapper(
+            max(1, min(WIDTH, width()) - start), break_long_words=False, break_on_hyphens=False
+        )
         parts = [part for line in text.splitlines() for part in wrap.wrap(line) or [""]] or [""]
-        lines += [f"{label if i == 0 else '':{start}}{part}".rstrip() for i, part in enumerate(parts)]
+        lines += [
+            f"{label if i == 0 else '':{start}}{part}".rstrip() for i, part in enumerate(parts)
+        ]
     return "\n".join(lines)
 
 
@@ -86,27 +96,37 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "right") -> str:
-    """Draw headings and cells, split into parts if too wide; each part begins with the first column, left-aligned."""
+    """Draw headings and cells, split into parts if too wide; each part begins with the first
+    column, left-aligned."""
     columns = width()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     space = 1 if sum(widths) + len(widths) <= columns + 1 < sum(widths) + 2 * len(widths) else 2
     parts = [[0]]
     for column in range(1, len(widths)):
-        if len(parts[-1]) > 1 and sum(widths[i] + space for i in (*parts[-1], column)) > columns + space:
+        if (
+            len(parts[-1]) > 1
+            and sum(widths[i] + space for i in (*parts[-1], column)) > columns + space
+        ):
             parts.append([0])
         parts[-1].append(column)
-    return "\n\n".join(in_columns([[row[i] for i in part] for row in rows], space, justify) for part in parts)
+    return "\n\n".join(
+        in_columns([[row[i] for i in part] for row in rows], space, justify) for part in parts
+    )
 
 
 def environment_without(prefixes: tuple[str, ...]) -> dict[str, str]:
-    """Return the environment for a process that imports this package, without variables of these prefixes."""
-    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(prefixes)}
+    """Return the environment for a process that imports this package, without variables of these
+    prefixes."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.upper().startswith(prefixes)
+    }
     path = (str(Path(__file__).resolve().parents[2]), kept.get("PYTHONPATH"))
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 class Progress:
-    """Show work in progress on standard error, from the first call on: one line, on a terminal steps, bar and time."""
+    """Show work in progress on standard error, from the first call on: one line, on a terminal
+    steps, bar and time."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -126,14 +146,22 @@ class Progress:
             from rich import progress
             from rich.console import Console
 
-            text = progress.TextColumn("{task.description}", markup=False)  # as markup, `:O2:` would be an emoji
-            columns = (progress.SpinnerColumn(), text, progress.BarColumn(20), progress.TimeElapsedColumn())
+            # as markup, `:O2:` would be an emoji
+            text = progress.TextColumn("{task.description}", markup=False)
+            columns = (
+                progress.SpinnerColumn(),
+                text,
+                progress.BarColumn(20),
+                progress.TimeElapsedColumn(),
+            )
             self.bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
             self.bar.add_task(self.text)
             self.bar.start()
         if self.bar is not None:
             total, description = None if done is None else 1, f"{self.text}: {step}"
-            self.bar.update(self.bar.task_ids[0], description=description, completed=done or 0, total=total)
+            self.bar.update(
+                self.bar.task_ids[0], description=description, completed=done or 0, total=total
+            )
             self.bar.refresh()
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,9 @@
-"""Keep the PTX instructions `min.NaN` and `max.NaN` out of Inductor's kernels with one-byte results.
+"""Keep the PTX instructions `min.NaN` and `max.NaN` out of Inductor's kernels with one-byte
+results.
 
-Inductor of torch 2.14 emits them for clamps, maxima and amaxes. Next to them, Triton 3.8 may write garbage to a
-transposed store of FP8, in silence (triton-lang/triton#11111). `tl.where` gives the same bits, also for NaN.
+Inductor of torch 2.14 emits them for clamps, maxima and amaxes. Next to them, Triton 3.8 may write
+garbage to a transposed store of FP8, in silence (triton-lang/triton#11111). `tl.where` gives the
+same bits, also for NaN.
 """
 
 import functools
@@ -44,22 +46,25 @@ def where_max2(a, dim):
 
 
 def guard_byte_stores() -> None:
-    """Rewrite the kernels with one-byte results in all later compilations of this process. Repeating it does nothing.
+    """Rewrite the kernels with one-byte results in all later compilations of this process.
+    Repeating it does nothing.
 
     Raises:
         FP8BackendError: this version of torch defines kernels in another way.
     """
     if torch.__version__ < (2, 14):
         return
-    from torch._inductor.codegen.triton import TritonScheduling  # seconds to import, and older versions need nothing
+    # seconds to import, and older versions need nothing
+    from torch._inductor.codegen.triton import TritonScheduling
 
     define_kernel = TritonScheduling.define_kernel
     if hasattr(define_kernel, "__wrapped__"):
         return
     if list(inspect.signature(define_kernel).parameters)[:2] != ["self", "src_code"]:
         raise FP8BackendError(
-            f"torch {torch.__version__} has another TritonScheduling.define_kernel, so that kernels with FP8 results "
-            "cannot be kept from triton-lang/triton#11111: install torch 2.13"
+            f"torch {torch.__version__} has another TritonScheduling.define_kernel, so that "
+            "kernels with FP8 results cannot be kept from triton-lang/triton#11111: install torch "
+            "2.13"
         )
 
     @functools.wraps(define_kernel)
@@ -70,8 +75,8 @@ def guard_byte_stores() -> None:
 
 
 def without_nan_instructions(source: str) -> str:
-    """Return the source of a Triton kernel by Inductor with `tl.where` for its minima and maxima, if it has one-byte
-    elements; other sources unchanged.
+    """Return the source of a Triton kernel by Inductor with `tl.where` for its minima and maxima,
+    if it has one-byte elements; other sources unchanged.
 
     Raises:
         FP8BackendError: the kernel has a minimum or maximum of another form.
@@ -82,9 +87,10 @@ def without_nan_instructions(source: str) -> str:
     rewritten = _REDUCTION.sub(r"where_\g<1>2(", rewritten)
     if left := _LEFT.search(rewritten):
         raise FP8BackendError(
-            f"torch {torch.__version__} compiled a kernel with FP8 results and {left[0]}: Triton may write garbage "
-            "there (triton-lang/triton#11111). Set torch._inductor.config.online_softmax = False, train without "
-            "torch.compile, or install torch 2.13"
+            f"torch {torch.__version__} compiled a kernel with FP8 results and {left[0]}: Triton "
+            "may write garbage there (triton-lang/triton#11111). Set "
+            "torch._inductor.config.online_softmax = False, train without torch.compile, or "
+            "install torch 2.13"
         )
     if rewritten == source:
         return source

@@ -1,8 +1,10 @@
-"""Modules: plain names, marks of converted layers, hooks that copies of a model drop, and replaced forwards.
+"""Modules: plain names, marks of converted layers, hooks that copies of a model drop, and replaced
+forwards.
 
-Accelerate's hooks, transformers' tensor and expert parallelism, `functools.partial` and decorators put a function into
-`module.__dict__["forward"]` that holds the previous forward, bound to the module, possibly several levels deep. When
-the module's class changes, the innermost one is still the former class's and has to follow.
+Accelerate's hooks, transformers' tensor and expert parallelism, `functools.partial` and decorators
+put a function into `module.__dict__["forward"]` that holds the previous forward, bound to the
+module, possibly several levels deep. When the module's class changes, the innermost one is still
+the former class's and has to follow.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ PLAIN_CONVERSION = "_fp8_plain_conversion"
 """The `Conversion` of a layer in high precision with another class, such as a norm."""
 
 CONTAINER = "fp8_weights"
-"""Name of the child of a module with the FP8 layers of its Parameters (`compute.interface.PartLayers`)."""
+"""Name of the child of a module with the FP8 layers of its Parameters
+(`compute.interface.PartLayers`)."""
 
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", CONTAINER})
+_WRAPPERS = frozenset(
+    {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", CONTAINER}
+)
 
 
 @dataclass
@@ -45,7 +50,8 @@ class Conversion:
 
 
 def is_traced() -> bool:
-    """Return True if a compiler or exporter reads a hook. `torch.compiler.is_compiling` is True in all threads."""
+    """Return True if a compiler or exporter reads a hook. `torch.compiler.is_compiling` is True in
+    all threads."""
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
@@ -55,30 +61,37 @@ def plain_name(name: str) -> str:
 
 
 def owner_of(layer: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module and the name of a layer's weight: the layer itself, unless another module has the Parameter."""
+    """Return the module and the name of a layer's weight: the layer itself, unless another module
+    has the Parameter."""
     return getattr(layer, "fp8_owner", (layer, "weight"))
 
 
 def weight_name(name: str, layer: nn.Module) -> str:
-    """Return the Parameter's name for a converted layer's name: the same for another module's Parameter."""
+    """Return the Parameter's name for a converted layer's name: the same for another module's
+    Parameter."""
     return name if owner_of(layer)[0] is not layer else f"{name}.weight".lstrip(".")
 
 
 def part_layer(module: nn.Module, part: str) -> nn.Module | None:
-    """Return the FP8 layer of a Parameter that the module multiplies by itself, if it was converted."""
+    """Return the FP8 layer of a Parameter that the module multiplies by itself, if it was
+    converted."""
     layers = module._modules.get(CONTAINER)
     return None if layers is None else layers._modules.get(part)
 
 
 def check_is_module(model: object, hint: str = "") -> None:
-    """Raise `FP8BackendError` for other objects, such as the pair that `prepare` returns. `hint` ends the text."""
+    """Raise `FP8BackendError` for other objects, such as the pair that `prepare` returns. `hint`
+    ends the text."""
     if not isinstance(model, nn.Module):
         pair = ": prepare returns (model, optimizer)" if isinstance(model, tuple) else ""
-        raise FP8BackendError(f"model must be a torch.nn.Module, not {type(model).__name__}{pair}{hint}")
+        raise FP8BackendError(
+            f"model must be a torch.nn.Module, not {type(model).__name__}{pair}{hint}"
+        )
 
 
 def renumber(handle: RemovableHandle, number: int, *hooks: dict) -> None:
-    """Register a hook under another number in its module's dictionaries: similar modules then share compiled code."""
+    """Register a hook under another number in its module's dictionaries: similar modules then share
+    compiled code."""
     for registered in hooks:
         registered[number] = registered.pop(handle.id)
     handle.id = number
@@ -125,7 +138,8 @@ class _Held(NamedTuple):
 
 
 def forward_obstacle(module: nn.Module) -> str | None:
-    """Return None if calling the module runs its class's forward, maybe in known wrappers; else what it runs."""
+    """Return None if calling the module runs its class's forward, maybe in known wrappers; else
+    what it runs."""
     held = _innermost(module)
     if held is None or _is_own(held.function, module):
         return None
@@ -134,7 +148,8 @@ def forward_obstacle(module: nn.Module) -> str | None:
 
 @contextlib.contextmanager
 def follows_class(module: nn.Module) -> Iterator[None]:
-    """Update the forward inside known wrappers after the module's class has changed in this context."""
+    """Update the forward inside known wrappers after the module's class has changed in this
+    context."""
     held = _innermost(module)
     follows = held is not None and _is_own(held.function, module)
     yield
@@ -145,7 +160,8 @@ def follows_class(module: nn.Module) -> Iterator[None]:
 
 
 def _innermost(module: nn.Module) -> _Held | None:
-    """Return the instance's forward without the known wrappers; None if there is none on the instance."""
+    """Return the instance's forward without the known wrappers; None if there is none on the
+    instance."""
     if "forward" not in module.__dict__:
         return None
     held = _Held.item(module.__dict__, "forward")
@@ -178,10 +194,20 @@ def _wrapped(function: Any, module: nn.Module) -> _Held | None:
         cell = next((cells[name] for name in _HELD_AS if name in cells), None)
         if cell is not None and hasattr(cell.cell_contents, "experts_forward"):
             return _Held.item(vars(cell.cell_contents), "experts_forward")  # an EPImplementation
-        return None if cell is None else _Held(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
+        return (
+            None
+            if cell is None
+            else _Held(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
+        )
     inner = function.__dict__.get("__wrapped__")
-    cell = next((cell for cell in cells.values() if inner is not None and cell.cell_contents is inner), None)
-    return None if cell is None else _Held(inner, functools.partial(_put_into_decorator, function, cell))
+    cell = next(
+        (cell for cell in cells.values() if inner is not None and cell.cell_contents is inner), None
+    )
+    return (
+        None
+        if cell is None
+        else _Held(inner, functools.partial(_put_into_decorator, function, cell))
+    )
 
 
 def _put_into_decorator(decorator: FunctionType, cell: CellType, function: Callable) -> None:
@@ -189,7 +215,8 @@ def _put_into_decorator(decorator: FunctionType, cell: CellType, function: Calla
 
 
 def _name(function: Any) -> str:
-    """Return module and qualified name of the code that runs: a wrapper's own, not its `__wrapped__` function's."""
+    """Return module and qualified name of the code that runs: a wrapper's own, not its
+    `__wrapped__` function's."""
     while isinstance(function, (functools.partial, MethodType)):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     code = getattr(function, "__code__", None)

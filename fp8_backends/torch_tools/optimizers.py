@@ -18,10 +18,12 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:
 
 
 def check_is_optimizer(optimizer: object, hint: str = "") -> None:
-    """Raise `FP8BackendError` for an object without a PyTorch optimizer inside. `hint` ends the text."""
+    """Raise `FP8BackendError` for an object without a PyTorch optimizer inside. `hint` ends the
+    text."""
     if not isinstance(unwrapped(optimizer), torch.optim.Optimizer):
         raise FP8BackendError(
-            f"optimizer must be a torch.optim.Optimizer or None, not {type(optimizer).__name__}{hint}"
+            "optimizer must be a torch.optim.Optimizer or None, not "
+            f"{type(optimizer).__name__}{hint}"
         )
 
 
@@ -35,16 +37,20 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def parameters_by_key(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
+def parameters_by_key(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> dict[Any, torch.Tensor]:
     """Map the keys of states in a state dict to the optimizer's parameters."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     return dict(zip(keys, parameters_of(optimizer), strict=True))
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the number of steps in an optimizer's states, loaded ones included; None if they do not count."""
+    """Return the number of steps in an optimizer's states, loaded ones included; None if they do
+    not count."""
     for state in optimizer.state.values():
-        with contextlib.suppress(TypeError, LookupError, ValueError, ArithmeticError, RuntimeError):  # of other code
+        # of other code
+        with contextlib.suppress(TypeError, LookupError, ValueError, ArithmeticError, RuntimeError):
             return int(state["step"])
     return None
 

@@ -1,4 +1,5 @@
-"""Guard a training: detect faults before each optimizer step, name their origin, and act as the recipe's `guard` says.
+"""Guard a training: detect faults before each optimizer step, name their origin, and act as the
+recipe's `guard` says.
 
     backward     note the loss and the non-finite gradients, before anybody clips them
     step         count faults in losses, gradients and scaling states on the device; sum the counts over the ranks in
@@ -49,12 +50,14 @@ OPERANDS = ("input", "weight", "output's gradient")
 CLIPS_SOUGHT_EVERY = 16
 """Optimizer steps between two looks of `ClippingWatch`."""
 RECENT, OFTEN = 64, 8
-"""Amaxes in a look; number of those over twice the range of the scale made of the one before, for a warning."""
+"""Amaxes in a look; number of those over twice the range of the scale made of the one before, for a
+warning."""
 _INPUT_AMAXES = {
     "fp8_scaling": lambda state: state.view(torch.float32)[..., INPUT, HISTORY:],
     "te_forward_amax_history": lambda history: history.t()[::3],
 }
-"""Name of a delayed state -> its amaxes of inputs, FP32 [..., history length], the next one first, then by age."""
+"""Name of a delayed state -> its amaxes of inputs, FP32 [..., history length], the next one first,
+then by age."""
 
 REMEMBERED = 1000
 COMPARED_EVERY = 100
@@ -71,15 +74,18 @@ class Fault(NamedTuple):
     """A fault at one optimizer step."""
 
     step: int
-    """Steps counted by the optimizer's states, plus the steps skipped in this process, plus this one."""
+    """Steps counted by the optimizer's states, plus the steps skipped in this process, plus this
+    one."""
     kind: str
-    """`loss` or `gradient`: not finite. `parameter`: an inf or a NaN in a parameter, buffer or optimizer state, the
-    cause of a non-finite loss or gradient. `clipped`: most values exceed the range of their scale. `stuck`: an invalid
-    scale, or a history that does not move on. `apart`: ranks with different values. `alone`: a step of this rank
-    without a backward pass shared by all. `policy_gap`: a rollout's policy is further from the trained one than the
-    bound of `fp8_backends.trl`."""
+    """`loss` or `gradient`: not finite. `parameter`: an inf or a NaN in a parameter, buffer or
+    optimizer state, the cause of a non-finite loss or gradient. `clipped`: most values exceed the
+    range of their scale. `stuck`: an invalid scale, or a history that does not move on. `apart`:
+    ranks with different values. `alone`: a step of this rank without a backward pass shared by all.
+    `policy_gap`: a rollout's policy is further from the trained one than the bound of
+    `fp8_backends.trl`."""
     where: tuple[str, ...]
-    """Parameters, layers or tensors at fault, the likely origin first; empty for a fault without a place."""
+    """Parameters, layers or tensors at fault, the likely origin first; empty for a fault without a
+    place."""
     figures: str
     """The observation."""
     done: str = ""
@@ -102,8 +108,8 @@ def faults(optimizer: Any) -> list[Fault]:
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Install the recipe's guard. Repeated calls add models and replace the recipe. Raises `FP8BackendError` for an
-    optimizer that steps without step hooks."""
+    """Install the recipe's guard. Repeated calls add models and replace the recipe. Raises
+    `FP8BackendError` for an optimizer that steps without step hooks."""
     guard = guard_of(optimizer)
     if guard is not None:
         guard.recipe = recipe
@@ -111,7 +117,8 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe:
         return
     if not hasattr(optimizer, "register_step_pre_hook") or hasattr(optimizer, "fused_backward"):
         raise FP8BackendError(
-            f"guard={recipe.guard!r}: {type(optimizer).__name__} makes its steps where no hook precedes them; use an "
+            f"guard={recipe.guard!r}: {type(optimizer).__name__} makes its steps where no hook "
+            "precedes them; use an "
             'optimizer whose step follows backward, or guard="off"'
         )
     if guard is None:
@@ -123,8 +130,12 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe:
 
 def after_backward(accelerator: Accelerator, loss: Any) -> None:
     """Notify the guards of an Accelerator's optimizers of a backward pass."""
-    optimizers = map(unwrapped, accelerator._optimizers if accelerator.fp8_recipe.guard != "off" else ())
-    guards = [(guard, optimizer) for optimizer in optimizers if (guard := guard_of(optimizer)) is not None]
+    optimizers = map(
+        unwrapped, accelerator._optimizers if accelerator.fp8_recipe.guard != "off" else ()
+    )
+    guards = [
+        (guard, optimizer) for optimizer in optimizers if (guard := guard_of(optimizer)) is not None
+    ]
     for guard, optimizer in guards:
         guard.shares_losses = len(guards) > 1
         guard.after_backward(optimizer, loss, accelerator)
@@ -134,8 +145,10 @@ def join_uneven_inputs(accelerator: Accelerator) -> None:
     """Raise `FP8BackendError` with a guard, whose ranks would wait for each other."""
     if accelerator.fp8_recipe.guard != "off" and accelerator.num_processes > 1:
         raise FP8BackendError(
-            "uneven inputs: a rank that has run out of them makes no steps, and at each the guard of the others "
-            'waits for it: give all ranks as many batches (Accelerate: even_batches=True), or set guard="off"'
+            "uneven inputs: a rank that has run out of them makes no steps, and at each the guard "
+            "of the others "
+            "waits for it: give all ranks as many batches (Accelerate: even_batches=True), or set "
+            'guard="off"'
         )
 
 
@@ -145,12 +158,16 @@ def counts_of(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     return {} if guard is None else {"guard_faults": guard.faults, "guard_skipped": guard.skipped}
 
 
-def watch_clipping(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+def watch_clipping(
+    models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe
+) -> None:
     """Watch scales of the most recent amax, with any `guard`. Repeating it does nothing."""
     recipe = recipe.stateful
     if recipe.amax_compute_algo != "most_recent":
         return
-    if not any(isinstance(hook, ClippingWatch) for hook in optimizer._optimizer_step_post_hooks.values()):
+    if not any(
+        isinstance(hook, ClippingWatch) for hook in optimizer._optimizer_step_post_hooks.values()
+    ):
         optimizer.register_step_post_hook(ClippingWatch(models, recipe))
 
 
@@ -174,7 +191,8 @@ class Look(NamedTuple):
 
     step: int
     totals: torch.Tensor
-    """FP32 [6] of all ranks: sum of finite losses; numbers of finite, bad losses, bad gradients, clipped, stuck."""
+    """FP32 [6] of all ranks: sum of finite losses; numbers of finite, bad losses, bad gradients,
+    clipped, stuck."""
     gradients: torch.Tensor | None
     """`spoiled` of the parameters on this rank; None where a loss scaler checks them."""
     after_backward: torch.Tensor | None
@@ -205,7 +223,8 @@ class Guard:
         self._unmoved: torch.Tensor | None = None
         """Counts of all scaling states: rolls at the last look, and steps since it changed."""
         self._losses: torch.Tensor | None = None
-        """FP32 [3], since the last step: sum of the finite losses, number of finite and of non-finite losses."""
+        """FP32 [3], since the last step: sum of the finite losses, number of finite and of
+        non-finite losses."""
         self._after_backward: torch.Tensor | None = None
         """`spoiled`, before clipping."""
         self._backwards = 0
@@ -228,7 +247,9 @@ class Guard:
 
     def add(self, models: Iterable[nn.Module]) -> None:
         watched = [reference() for reference in self._models]
-        self._models += [weakref.ref(model) for model in models if not any(model is other for other in watched)]
+        self._models += [
+            weakref.ref(model) for model in models if not any(model is other for other in watched)
+        ]
         for model in self._live_models():
             replicas.SharedBackwards.of(model)  # counts from the first backward on
         self._keep_statistics()
@@ -247,20 +268,29 @@ class Guard:
         return list(models.values())
 
     def _roots(self) -> Roots:
-        roots = {id(root): (root, prepared) for m in self._live_models() for _, root, prepared in prepared_roots(m)}
+        roots = {
+            id(root): (root, prepared)
+            for m in self._live_models()
+            for _, root, prepared in prepared_roots(m)
+        }
         return list(roots.values())
 
     # Observe
 
     @torch.no_grad()
-    def after_backward(self, optimizer: torch.optim.Optimizer, loss: Any, accelerator: Accelerator) -> None:
-        """Note a loss and, if a step may follow, the non-finite gradients, without synchronizing."""
+    def after_backward(
+        self, optimizer: torch.optim.Optimizer, loss: Any, accelerator: Accelerator
+    ) -> None:
+        """Note a loss and, if a step may follow, the non-finite gradients, without
+        synchronizing."""
         self._accelerator = accelerator
         if isinstance(loss, torch.Tensor):
             finite = torch.isfinite(loss.detach().float().mean()).float()
             noted = torch.stack([finite, 1 - finite])
             self._losses = noted if self._losses is None else self._losses + noted
-        self._after_backward = spoiled(parameters_of(optimizer)) if accelerator.sync_gradients else None
+        self._after_backward = (
+            spoiled(parameters_of(optimizer)) if accelerator.sync_gradients else None
+        )
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         self._before_step(optimizer)
@@ -268,12 +298,15 @@ class Guard:
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.step += 1
-        if self.recipe.guard == "off" or not self._roots():  # switched off, or all models were restored
+        # switched off, or all models were restored
+        if self.recipe.guard == "off" or not self._roots():
             return
         groups = next(filter(None, map(replicas.rank_groups, self._live_models())), [])
         if groups:
             before = self._backwards
-            self._backwards = sum(each.count for m in self._live_models() for each in replicas.SharedBackwards.of(m))
+            self._backwards = sum(
+                each.count for m in self._live_models() for each in replicas.SharedBackwards.of(m)
+            )
             if self._backwards == before:
                 self._act_alone(optimizer)
                 return
@@ -304,14 +337,25 @@ class Guard:
         clipped = None if over is None else scaling.is_clipped(over)
         zeros = torch.zeros(2, dtype=torch.float32, device=parameters[0].device)
         losses = zeros if self._losses is None else self._losses.to(zeros.device)
-        counts = [zeros[0] if flags is None else flags.sum().to(zeros) for flags in (gradients, clipped, stuck)]
+        counts = [
+            zeros[0] if flags is None else flags.sum().to(zeros)
+            for flags in (gradients, clipped, stuck)
+        ]
         totals = torch.cat([losses, torch.stack(counts)])
-        look = Look(self.step, replicas.sum_over(totals, groups), gradients, self._after_backward, over, stuck)
+        look = Look(
+            self.step,
+            replicas.sum_over(totals, groups),
+            gradients,
+            self._after_backward,
+            over,
+            stuck,
+        )
         self._losses = self._after_backward = None
         return look
 
     def _look_at_scaling(self, roots: Roots) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the overshoot of all states, FP32 [states, 3], and the stuck ones, bool [states, 3], or None."""
+        """Return the overshoot of all states, FP32 [states, 3], and the stuck ones, bool [states,
+        3], or None."""
         over, stuck, rolls, records = [], [], [], []
         for root, prepared in roots:
             if not (buffers := prepared.compute.scaling_buffers(root)):
@@ -330,14 +374,18 @@ class Guard:
         if before is None or before.shape != self._rolls.shape:
             self._unmoved = torch.zeros_like(self._rolls)
         else:
-            self._unmoved = torch.where(torch.cat(records) & (self._rolls == before), self._unmoved + 1, 0)
+            self._unmoved = torch.where(
+                torch.cat(records) & (self._rolls == before), self._unmoved + 1, 0
+            )
         frozen = self._unmoved >= FROZEN
         self._unmoved.masked_fill_(frozen, 0)  # count anew
         return torch.cat(over), torch.cat(stuck) | frozen
 
     # Name the faults
 
-    def _faults_in(self, look: Look, optimizer: torch.optim.Optimizer, groups: list[dist.ProcessGroup]) -> list[Fault]:
+    def _faults_in(
+        self, look: Look, optimizer: torch.optim.Optimizer, groups: list[dist.ProcessGroup]
+    ) -> list[Fault]:
         """Return the faults of a step, the same on all ranks."""
         finite, not_finite, gradients, clipped, stuck = look.totals.tolist()
         found: list[tuple[str, tuple[str, ...], str]] = []
@@ -350,9 +398,17 @@ class Guard:
         self._was_not_finite = bool(is_lost or gradients)
         if is_lost:
             total = finite + not_finite
-            found.append((LOSS, (), f"{not_finite:.0f} of the {total:.0f} losses of this step are not finite"))
+            found.append(
+                (
+                    LOSS,
+                    (),
+                    f"{not_finite:.0f} of the {total:.0f} losses of this step are not finite",
+                )
+            )
         if broken:
-            found.append((PARAMETER, broken, f"an inf or a NaN in {counted(len(broken), 'tensor')}"))
+            found.append(
+                (PARAMETER, broken, f"an inf or a NaN in {counted(len(broken), 'tensor')}")
+            )
         elif gradients:
             where = self._spoiled_parameters(look, parameters_of(optimizer), groups)
             found.append((GRADIENT, where, f"{counted(len(where), 'gradient')} not finite"))
@@ -362,8 +418,8 @@ class Guard:
             found.append((CLIPPED, _places(self._roots(), scaling.is_clipped(over)), figures))
         if stuck:
             figures = (
-                "a scale or an amax in its history is no number, or the history does not move on (is the prepared "
-                "model called as a whole?)"
+                "a scale or an amax in its history is no number, or the history does not move on "
+                "(is the prepared model called as a whole?)"
             )
             found.append((STUCK, _places(self._roots(), look.stuck), figures))
         return [Fault(look.step, *fault) for fault in found]
@@ -371,39 +427,62 @@ class Guard:
     def _spoiled_parameters(
         self, look: Look, parameters: list[torch.Tensor], groups: list[dist.ProcessGroup]
     ) -> tuple[str, ...]:
-        """Return the names of parameters with non-finite gradients, in the order of backward: the origin is first."""
-        # clipping spreads a NaN to all gradients, so prefer the look before it, unless the fault came later
+        """Return the names of parameters with non-finite gradients, in the order of backward: the
+        origin is first."""
+        # clipping spreads a NaN to all gradients, so prefer the look before it, unless the fault
+        # came later
         candidates = [flags for flags in (look.after_backward, look.gradients) if flags is not None]
-        spoiled_of = [replicas.sum_over(flags.clone(), groups).nonzero().flatten().tolist() for flags in candidates]
+        spoiled_of = [
+            replicas.sum_over(flags.clone(), groups).nonzero().flatten().tolist()
+            for flags in candidates
+        ]
         at = {id(parameters[i]) for i in next(filter(None, spoiled_of), [])}
         named = [pair for model in self._live_models() for pair in model.named_parameters()]
         names = [plain_name(name).removeprefix("module.") for name, p in named if id(p) in at]
         return (*reversed(names), *[FOREIGN] * (len(at) - len(names)))
 
-    def _broken(self, optimizer: torch.optim.Optimizer, groups: list[dist.ProcessGroup]) -> tuple[str, ...]:
-        """Name parameters, buffers and states with a NaN (trained ones: or inf) on any rank, in the model's order."""
+    def _broken(
+        self, optimizer: torch.optim.Optimizer, groups: list[dist.ProcessGroup]
+    ) -> tuple[str, ...]:
+        """Name parameters, buffers and states with a NaN (trained ones: or inf) on any rank, in the
+        model's order."""
         trained = {id(p): p for p in parameters_of(optimizer)}
         states = {
-            id(p): [value for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
+            id(p): [
+                value
+                for value in optimizer.state.get(p, {}).values()
+                if isinstance(value, torch.Tensor)
+            ]
             for p in trained.values()
         }
         held: list[tuple[str, list[torch.Tensor], bool]] = []
         for model in self._live_models():
             for full_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                name, trains = plain_name(full_name).removeprefix("module."), trained.pop(id(tensor), None) is not None
+                name, trains = (
+                    plain_name(full_name).removeprefix("module."),
+                    trained.pop(id(tensor), None) is not None,
+                )
                 held.append((name, [tensor], trains))
                 if trains:
                     held.append((name + OF_STATE, states[id(tensor)], True))
         held += [(FOREIGN, [tensor, *states[id(tensor)]], True) for tensor in trained.values()]
-        largest = _largest_of([tensors for _, tensors, _ in held], parameters_of(optimizer)[0].device)
+        largest = _largest_of(
+            [tensors for _, tensors, _ in held], parameters_of(optimizer)[0].device
+        )
         trains = torch.tensor([trains for *_, trains in held], device=largest.device)
-        at = replicas.sum_over((torch.isnan(largest) | trains & torch.isinf(largest)).float(), groups)
+        at = replicas.sum_over(
+            (torch.isnan(largest) | trains & torch.isinf(largest)).float(), groups
+        )
         names = [held[i][0] for i in at.nonzero().flatten().tolist()]
-        return tuple(name for name in names if name.removesuffix(OF_STATE) not in names[: names.index(name)])
+        return tuple(
+            name for name in names if name.removesuffix(OF_STATE) not in names[: names.index(name)]
+        )
 
     def _replicas_apart(self, groups: list[dist.ProcessGroup]) -> list[Fault]:
         states = [(name, state) for name, _, state in _named_states(self._roots())]
-        held = [tensor for model in self._live_models() for tensor in replicas.held_alike(model, states)]
+        held = [
+            tensor for model in self._live_models() for tensor in replicas.held_alike(model, states)
+        ]
         if not held:
             return []
         differing = replicas.apart(held)
@@ -412,7 +491,11 @@ class Guard:
         if not replicas.sum_over(count, groups).item():
             return []
         ranks = sorted({rank for others in differing.values() for rank in others})
-        figures = f"rank {', '.join(map(str, ranks))} holds other values than the first" if ranks else "on other ranks"
+        figures = (
+            f"rank {', '.join(map(str, ranks))} holds other values than the first"
+            if ranks
+            else "on other ranks"
+        )
         return [Fault(self.step, APART, tuple(differing), figures)]
 
     # Act
@@ -436,11 +519,13 @@ class Guard:
         if self._skipped_in_a_row > LEFT_OUT_AT_MOST:
             raise FP8BackendError(
                 f"guard: {self.found[-1]}. {LEFT_OUT_AT_MOST} steps in a row were left out before "
-                "it, so the fault stays: look at the data and the learning rate, or resume from an earlier checkpoint"
+                "it, so the fault stays: look at the data and the learning rate, or resume from an "
+                "earlier checkpoint"
             )
 
     def _act_alone(self, optimizer: torch.optim.Optimizer) -> None:
-        """Act without the other ranks: they may be waiting in a backward for this one's gradients."""
+        """Act without the other ranks: they may be waiting in a backward for this one's
+        gradients."""
         if not self._backwards:
             return  # nothing was ever shared, such as where a first step only sets the optimizer up
         figures = f"rank {dist.get_rank()} ran no backward that the other ranks shared since its last step"
@@ -450,7 +535,11 @@ class Guard:
             self._stop([fault], None)
         if self.recipe.guard != "warn":
             self._leave_out(optimizer)
-        self._note([fault], "nothing was done" if self.recipe.guard == "warn" else "the step was left out", True)
+        self._note(
+            [fault],
+            "nothing was done" if self.recipe.guard == "warn" else "the step was left out",
+            True,
+        )
 
     def _note(self, found: list[Fault], done: str, on_every_rank: bool = False) -> None:
         """Remember faults, and log the first of each kind."""
@@ -459,7 +548,8 @@ class Guard:
             self.faults += 1
             if fault.kind not in self._logged_kinds and (on_every_rank or is_main_process()):
                 logger.warning(
-                    "guard: %s. Later ones of this kind are in fp8_backends.watch.guard.faults(optimizer)",
+                    "guard: %s. Later ones of this kind are in "
+                    "fp8_backends.watch.guard.faults(optimizer)",
                     fault,
                 )
             self._logged_kinds.add(fault.kind)
@@ -470,7 +560,9 @@ class Guard:
         if accelerator is None or accelerator.project_dir is None:
             return None
         named = accelerator.project_configuration.automatic_checkpoint_naming
-        return accelerator.save_state(None if named else os.path.join(accelerator.project_dir, f"guard_step_{step}"))
+        return accelerator.save_state(
+            None if named else os.path.join(accelerator.project_dir, f"guard_step_{step}")
+        )
 
     def _stop(self, found: list[Fault], saved: str | None) -> None:
         """Raise `FP8BackendError` before the step changes anything."""
@@ -481,19 +573,22 @@ class Guard:
         if broken := next((fault.where for fault in found if fault.kind == PARAMETER), None):
             other = f"leaving steps out does not heal {listed(broken)}"
         raise FP8BackendError(
-            f"guard: {'; '.join(map(str, stopped))}.{place} Fix: look at the data and the learning rate, and resume "
-            f"from the last good checkpoint; {other}"
+            f"guard: {'; '.join(map(str, stopped))}.{place} Fix: look at the data and the learning "
+            f"rate, and resume from the last good checkpoint; {other}"
         )
 
     def _numbered(self, found: list[Fault], optimizer: torch.optim.Optimizer) -> list[Fault]:
-        """Number the faults by the steps of the optimizer's states, loaded ones included. Waits for the device."""
+        """Number the faults by the steps of the optimizer's states, loaded ones included. Waits for
+        the device."""
         counted_steps = steps_of(optimizer)
-        before = self.step - 1 - self.skipped + self.recipe.gradient_release  # which has counted this step, too
+        # which has counted this step, too
+        before = self.step - 1 - self.skipped + self.recipe.gradient_release
         loaded = 0 if counted_steps is None else counted_steps - before
         return [fault._replace(step=fault.step + loaded) for fault in found]
 
     def _leave_out(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hide the gradients from the step: PyTorch's optimizers then keep weights, states and counters."""
+        """Hide the gradients from the step: PyTorch's optimizers then keep weights, states and
+        counters."""
         self.skipped += 1
         optimizer.fp8_skipped = self.skipped  # for samples, which are numbered by steps
         self._restore_statistics()
@@ -508,10 +603,18 @@ class Guard:
             p.grad = gradient
 
     def _keep_statistics(self) -> None:
-        """Keep the running statistics of norm layers: forward changes them before the guard's look."""
+        """Keep the running statistics of norm layers: forward changes them before the guard's
+        look."""
         models = self._live_models() if self.recipe.guard in ("skip", "stop") else []
-        norms = [module for model in models for module in model.modules() if isinstance(module, _NormBase)]
-        self._statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
+        norms = [
+            module
+            for model in models
+            for module in model.modules()
+            if isinstance(module, _NormBase)
+        ]
+        self._statistics = [
+            (buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)
+        ]
 
     def _restore_statistics(self) -> None:
         for buffer, kept in self._statistics:
@@ -519,8 +622,8 @@ class Guard:
 
 
 class ClippingWatch:
-    """Name layers whose scale of the most recent amax clips inputs step after step, once: a step post-hook. Reads the
-    copies of its look before, so that nothing waits for the device."""
+    """Name layers whose scale of the most recent amax clips inputs step after step, once: a step
+    post-hook. Reads the copies of its look before, so that nothing waits for the device."""
 
     def __init__(self, models: Iterable[nn.Module], recipe: Recipe) -> None:
         self.models = weakref.WeakSet(models)
@@ -538,14 +641,17 @@ class ClippingWatch:
             self.models.clear()
             figures = (
                 f"scales clip inputs of {listed(clipped)} step after step; leave out "
-                'amax_compute_algo="most_recent": the default, "max", follows all calls of the model'
+                'amax_compute_algo="most_recent": the default, "max", follows all calls of the '
+                "model"
             )
             if (guard := guard_of(optimizer)) is not None:
                 guard.report(CLIPPED, figures)
             elif is_main_process():
                 logger.warning("%s: %s", self.recipe.name, figures)
         self.amaxes = {}
-        for _, root, prepared in (entry for model in self.models for entry in prepared_roots(model)):
+        for _, root, prepared in (
+            entry for model in self.models for entry in prepared_roots(model)
+        ):
             for name, state in prepared.compute.scaling_state(root).items():
                 layer, _, part = plain_name(name).rpartition(".")
                 if part in _INPUT_AMAXES:
@@ -559,7 +665,8 @@ class ClippingWatch:
 
 
 def _on_its_way(look: Look) -> tuple[Look, torch.cuda.Event]:
-    """Copy the totals to the host without waiting; return the look with them, and an event for their arrival."""
+    """Copy the totals to the host without waiting; return the look with them, and an event for
+    their arrival."""
     totals = torch.empty_like(look.totals, device="cpu", pin_memory=True)
     totals.copy_(look.totals, non_blocking=True)
     arrived = torch.cuda.Event()
@@ -571,25 +678,35 @@ def _on_its_way(look: Look) -> tuple[Look, torch.cuda.Event]:
 
 
 def spoiled(parameters: list[torch.Tensor]) -> torch.Tensor:
-    """Return 1 for each parameter with an inf or a NaN in its gradient on this rank, else 0: FP32 [parameters]. A level
-    has stepped with zero in place of a dropped one."""
+    """Return 1 for each parameter with an inf or a NaN in its gradient on this rank, else 0: FP32
+    [parameters]. A level has stepped with zero in place of a dropped one."""
     gradients = [[] if p.grad is None or is_dropped(p.grad) else [p.grad] for p in parameters]
     return (~torch.isfinite(_largest_of(gradients, parameters[0].device))).float()
 
 
 def _largest_of(held: Sequence[Sequence[torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """Return the largest magnitude in each sequence of tensors on this rank, FP32 [held], inf and NaN included (of FP8
-    codes, the scale's), with a few launches for each dtype."""
+    """Return the largest magnitude in each sequence of tensors on this rank, FP32 [held], inf and
+    NaN included (of FP8 codes, the scale's), with a few launches for each dtype."""
     alike: dict[tuple, list[tuple[int, torch.Tensor]]] = {}
-    for i, local in ((i, local_part(tensor.detach())) for i, tensors in enumerate(held) for tensor in tensors):
+    for i, local in (
+        (i, local_part(tensor.detach())) for i, tensors in enumerate(held) for tensor in tensors
+    ):
         for part in (local._values(),) if local.is_sparse else stored_parts(local, exact=True):
-            if part.element_size() > 1 and part.numel() and (part.is_floating_point() or part.is_complex()):
+            if (
+                part.element_size() > 1
+                and part.numel()
+                and (part.is_floating_point() or part.is_complex())
+            ):
                 part = torch.view_as_real(part) if part.is_complex() else part
                 alike.setdefault((part.device, part.dtype), []).append((i, part))
     zero = torch.zeros((), dtype=torch.float32, device=device)
     largest = [zero] * len(held)
     for members in alike.values():
-        norms = torch.stack(torch._foreach_norm([part for _, part in members], float("inf"))).to(zero).unbind()
+        norms = (
+            torch.stack(torch._foreach_norm([part for _, part in members], float("inf")))
+            .to(zero)
+            .unbind()
+        )
         for (i, _), norm in zip(members, norms, strict=True):
             largest[i] = norm if largest[i] is zero else torch.maximum(largest[i], norm)
     return torch.stack(largest)
@@ -599,7 +716,8 @@ def _largest_of(held: Sequence[Sequence[torch.Tensor]], device: torch.device) ->
 
 
 def _named_states(roots: Roots) -> Iterator[tuple[str, Recipe, torch.Tensor]]:
-    """Yield layer name, recipe and live state, the states of experts as one tensor, in a fixed order."""
+    """Yield layer name, recipe and live state, the states of experts as one tensor, in a fixed
+    order."""
     for root, prepared in roots:
         if buffers := prepared.compute.scaling_buffers(root):
             for name, state in zip(prepared.compute.scaling_state(root), buffers, strict=True):
@@ -607,13 +725,17 @@ def _named_states(roots: Roots) -> Iterator[tuple[str, Recipe, torch.Tensor]]:
 
 
 def _places(roots: Roots, at: torch.Tensor) -> tuple[str, ...]:
-    """Name the layers and operands marked by a bool [states, 3], such as `mlp.down_proj (input)`."""
+    """Name the layers and operands marked by a bool [states, 3], such as `mlp.down_proj
+    (input)`."""
     names = [name for name, _, state in _named_states(roots) for _ in _rows(state)]
-    return tuple(f"{names[state]} ({OPERANDS[operand]})" for state, operand in at.nonzero().tolist())
+    return tuple(
+        f"{names[state]} ({OPERANDS[operand]})" for state, operand in at.nonzero().tolist()
+    )
 
 
 def _renew(roots: Roots, at_fault: torch.Tensor) -> int:
-    """Reset the states marked by a bool [states, 3] to this step's amaxes. Return the number of marked states."""
+    """Reset the states marked by a bool [states, 3] to this step's amaxes. Return the number of
+    marked states."""
     begin = 0
     for _, recipe, state in _named_states(roots):
         rows = _rows(state)

@@ -1,12 +1,14 @@
-"""Sample statistics of FP8 tensors in training: every `monitor_every` optimizer steps, for each converted layer.
+"""Sample statistics of FP8 tensors in training: every `monitor_every` optimizer steps, for each
+converted layer.
 
-A sampled step has forward hooks on the layers; other steps have none. The hooks ask the backend for each tensor's cast
-(`Compute.cast_of`), count its effects on the device, and change nothing. When the step ends, all numbers
-come to the host at once, and rank 0 appends a line of JSON to a file, for its own tensors and batch.
+A sampled step has forward hooks on the layers; other steps have none. The hooks ask the backend for
+each tensor's cast (`Compute.cast_of`), count its effects on the device, and change nothing. When
+the step ends, all numbers come to the host at once, and rank 0 appends a line of JSON to a file,
+for its own tensors and batch.
 
-All microbatches of the step count together, weights once; recomputation by activation checkpointing does not count.
-Compiled code has no hooks: on every rank `torch.compile` steps aside for a sampled step, and with it fused kernels
-whose rounding differs in the last bits.
+All microbatches of the step count together, weights once; recomputation by activation checkpointing
+does not count. Compiled code has no hooks: on every rank `torch.compile` steps aside for a sampled
+step, and with it fused kernels whose rounding differs in the last bits.
 """
 
 from __future__ import annotations
@@ -49,25 +51,35 @@ NAMES = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
 STORED = ("gradient", "exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of tensors stored by levels in few bits, besides weights."""
 FIGURES = ("share", "guard_faults", "guard_skipped")
-"""Figures of a record besides its tensors: FP8's share of the weight FLOPs, and the counts of a guard so far."""
+"""Figures of a record besides its tensors: FP8's share of the weight FLOPs, and the counts of a
+guard so far."""
 
 NOT_FINITE = "inf or NaN"
 MANY_SATURATED, MANY_FLUSHED = 0.01, 0.05
 MUCH_OF_SUMS = 0.04
-"""Share of sums lost to tensor cores. Two healthy casts to E4M3, of 31.6 dB each, err by 3.7 % in a sum."""
+"""Share of sums lost to tensor cores. Two healthy casts to E4M3, of 31.6 dB each, err by 3.7 % in a
+sum."""
 NOTABLE: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     NOT_FINITE: lambda entry: not is_finite(entry),
-    f"over {share(MANY_SATURATED)} clipped": lambda entry: (entry.get("saturated") or 0.0) > MANY_SATURATED,
-    f"over {share(MANY_FLUSHED)} flushed to zero": lambda entry: (entry.get("flushed") or 0.0) > MANY_FLUSHED,
-    f"over {share(MUCH_OF_SUMS)} of the sums lost": lambda entry: (entry.get("sum_lost") or 0.0) > MUCH_OF_SUMS,
+    f"over {share(MANY_SATURATED)} clipped": lambda entry: (
+        (entry.get("saturated") or 0.0) > MANY_SATURATED
+    ),
+    f"over {share(MANY_FLUSHED)} flushed to zero": lambda entry: (
+        (entry.get("flushed") or 0.0) > MANY_FLUSHED
+    ),
+    f"over {share(MUCH_OF_SUMS)} of the sums lost": lambda entry: (
+        (entry.get("sum_lost") or 0.0) > MUCH_OF_SUMS
+    ),
 }
-"""Entries of a record that deserve a line in the log. Clipped values are among the largest of a tensor, flushed ones
-below a hundred-thousandth of the largest; both are rare with fitting scales: a scale from the tensor's own amax clips
-nothing, and flushes one value of 10,000 in a bell-shaped tensor."""
+"""Entries of a record that deserve a line in the log. Clipped values are among the largest of a
+tensor, flushed ones below a hundred-thousandth of the largest; both are rare with fitting scales: a
+scale from the tensor's own amax clips nothing, and flushes one value of 10,000 in a bell-shaped
+tensor."""
 
 
 def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Sample the prepared models of this optimizer every `monitor_every` steps. Repeated calls replace the recipe."""
+    """Sample the prepared models of this optimizer every `monitor_every` steps. Repeated calls
+    replace the recipe."""
     monitor = monitor_of(optimizer)
     if monitor is not None:
         monitor.recipe = recipe
@@ -77,7 +89,11 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe:
     if monitor is None:
         monitor = Monitor(recipe)
         optimizer.register_step_post_hook(monitor)
-    monitor.roots.update((root, None) for root, prepared in roots if prepared.observed.optimizers()[:1] == [optimizer])
+    monitor.roots.update(
+        (root, None)
+        for root, prepared in roots
+        if prepared.observed.optimizers()[:1] == [optimizer]
+    )
 
 
 def monitor_of(optimizer: torch.optim.Optimizer) -> Monitor | None:
@@ -86,25 +102,36 @@ def monitor_of(optimizer: torch.optim.Optimizer) -> Monitor | None:
     return next((hook for hook in hooks if isinstance(hook, Monitor)), None)
 
 
-def report_samples(optimizer: torch.optim.Optimizer, report: Callable[[dict[str, float], int], None]) -> None:
-    """Call `report` with the summary and the step of each sample, if the optimizer has a monitor."""
+def report_samples(
+    optimizer: torch.optim.Optimizer, report: Callable[[dict[str, float], int], None]
+) -> None:
+    """Call `report` with the summary and the step of each sample, if the optimizer has a
+    monitor."""
     if monitor := monitor_of(optimizer):
         monitor.report = report
 
 
-def sums_lost(root: nn.Module, prepared: Prepared, step: Callable[[], Any]) -> dict[str, tuple[float, float]]:
-    """Sample a step, and return `tensor_cores.sum_lost` with and without fast accumulation, of layers that lose more by
-    it than by their casts."""
+def sums_lost(
+    root: nn.Module, prepared: Prepared, step: Callable[[], Any]
+) -> dict[str, tuple[float, float]]:
+    """Sample a step, and return `tensor_cores.sum_lost` with and without fast accumulation, of
+    layers that lose more by it than by their casts."""
     layers = prepared.compute.converted_layers(root)
     if not any(fast for _, fast in filter(None, map(prepared.compute.sums_of, layers.values()))):
         return {}
     with contextlib.closing(Sample([Watched(root, prepared, layers)], records=True)) as sample:
         step()
     lost, without = sample.sums_lost(), sample.sums_lost(slow=True)
-    return {name: (lost[name], without[name]) for name in lost if lost[name] > MUCH_OF_SUMS > without[name]}
+    return {
+        name: (lost[name], without[name])
+        for name in lost
+        if lost[name] > MUCH_OF_SUMS > without[name]
+    }
 
 
-features.FEATURES["monitor_every"].update(after_proof=watch, report_samples=report_samples, sums_lost=sums_lost)
+features.FEATURES["monitor_every"].update(
+    after_proof=watch, report_samples=report_samples, sums_lost=sums_lost
+)
 
 
 class Monitor:
@@ -135,10 +162,15 @@ class Monitor:
             self._begin(optimizer)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        roots = [(root, root.__dict__[PREPARED]) for root in self.roots if PREPARED in root.__dict__]
+        roots = [
+            (root, root.__dict__[PREPARED]) for root in self.roots if PREPARED in root.__dict__
+        ]
         if not roots:  # all were restored
             return
-        watched = [Watched(root, prepared, prepared.compute.converted_layers(root)) for root, prepared in roots]
+        watched = [
+            Watched(root, prepared, prepared.compute.converted_layers(root))
+            for root, prepared in roots
+        ]
         self.sample = Sample(watched, is_main_process())
         # close the sample of an optimizer that is deleted before its next step
         gone = weakref.finalize(optimizer, self.sample.close)
@@ -149,10 +181,17 @@ class Monitor:
         sample, self.sample = self.sample, None
         self.due = self.steps + self.recipe.monitor_every
         sample.close()
-        is_prepared = any(watched.root.__dict__.get(PREPARED) is watched.prepared for watched in sample.watched)
-        if not (sample.records and is_prepared and self.recipe.monitor_every):  # restored, or switched off meanwhile
+        is_prepared = any(
+            watched.root.__dict__.get(PREPARED) is watched.prepared for watched in sample.watched
+        )
+        # restored, or switched off meanwhile
+        if not (sample.records and is_prepared and self.recipe.monitor_every):
             return
-        began, counted_steps, skipped = time.perf_counter(), steps_of(optimizer), getattr(optimizer, "fp8_skipped", 0)
+        began, counted_steps, skipped = (
+            time.perf_counter(),
+            steps_of(optimizer),
+            getattr(optimizer, "fp8_skipped", 0),
+        )
         step = self.steps if counted_steps is None else counted_steps + skipped
         tensors: dict[str, dict[str, Any]] = {}
         for (name, tensor), numbers in sample.numbers().items():
@@ -162,10 +201,14 @@ class Monitor:
         record = {
             "step": step,
             "recipe": self.recipe.name,
-            "casts": ", ".join(dict.fromkeys(watched.prepared.compute.casts_by for watched in sample.watched)),
+            "casts": ", ".join(
+                dict.fromkeys(watched.prepared.compute.casts_by for watched in sample.watched)
+            ),
             "sums": sorted({chip for chip, _ in sample.sums.values()}),
             "tensors": tensors,
-            "not_seen": sorted({name for watched in sample.watched for name in watched.layers} - tensors.keys()),
+            "not_seen": sorted(
+                {name for watched in sample.watched for name in watched.layers} - tensors.keys()
+            ),
             "share": _share(sample.watched),
             "seconds": round(sample.seconds + time.perf_counter() - began, 4),
         }
@@ -202,7 +245,9 @@ class Monitor:
             parts += [f"{finding}: {listed(new)}{origin}"] if new else []
         if parts:
             see = f"fp8-backends monitor {self.recipe.monitor_file} shows all"
-            logger.warning("%s, step %d: %s (%s)", self.recipe.name, record["step"], "; ".join(parts), see)
+            logger.warning(
+                "%s, step %d: %s (%s)", self.recipe.name, record["step"], "; ".join(parts), see
+            )
 
 
 class Watched(NamedTuple):
@@ -213,7 +258,8 @@ class Watched(NamedTuple):
 
 
 class Sample:
-    """Hooks and counts of one sampled step. Ranks without `records` only take the same way through the step."""
+    """Hooks and counts of one sampled step. Ranks without `records` only take the same way through
+    the step."""
 
     def __init__(self, watched: list[Watched], records: bool) -> None:
         self.watched, self.records = watched, records
@@ -229,13 +275,18 @@ class Sample:
         """`Compute.sums_of` by layer."""
         self.closing = contextlib.ExitStack()
         # a layer missing from the first step in Python ran in compiled code
-        missing = any(not each.layers.keys() <= each.prepared.observed.work.keys() for each in watched)
+        missing = any(
+            not each.layers.keys() <= each.prepared.observed.work.keys() for each in watched
+        )
         if missing and "torch._dynamo" in sys.modules:
             stance = torch.compiler.set_stance("force_eager")
             self.closing.callback(stance.__exit__, None, None, None)
         for root, prepared, layers in watched if records else ():
             hook = EagerHook(self._around_forward)
-            handles = [root.register_forward_pre_hook(hook), root.register_forward_hook(hook, always_call=True)]
+            handles = [
+                root.register_forward_pre_hook(hook),
+                root.register_forward_hook(hook, always_call=True),
+            ]
             for name, layer in layers.items():
                 hook = EagerHook(functools.partial(self._after_layer, name, prepared.compute))
                 # before FSDP2 frees the gathered weight
@@ -246,8 +297,11 @@ class Sample:
     def _around_forward(self, root: nn.Module, args, *output) -> None:
         self.trains = not output and torch.is_grad_enabled()
 
-    def _after_layer(self, name: str, compute: Compute, layer: nn.Module, args, kwargs, output: Any) -> None:
-        if getattr(layer, "_is_replica", False) or not isinstance(output, torch.Tensor):  # DataParallel has replicas
+    def _after_layer(
+        self, name: str, compute: Compute, layer: nn.Module, args, kwargs, output: Any
+    ) -> None:
+        # DataParallel has replicas
+        if getattr(layer, "_is_replica", False) or not isinstance(output, torch.Tensor):
             return
         if CONVERSION not in layer.__dict__:  # restored meanwhile
             return
@@ -259,9 +313,12 @@ class Sample:
             output.register_hook(functools.partial(self._count, name, compute, layer, GRAD_OUTPUT))
 
     @torch.no_grad()
-    def _count(self, name: str, compute: Compute, layer: nn.Module, tensor: int, values: torch.Tensor) -> None:
+    def _count(
+        self, name: str, compute: Compute, layer: nn.Module, tensor: int, values: torch.Tensor
+    ) -> None:
         if tensor != WEIGHT:
-            values = local_part(values)  # under tensor parallelism, whose amax may be smaller than the whole's
+            # under tensor parallelism, whose amax may be smaller than the whole's
+            values = local_part(values)
         if not values.numel():
             return
         began = time.perf_counter()
@@ -269,9 +326,15 @@ class Sample:
             cast = compute.cast_of(layer, tensor, values)
             if cast is not None:
                 counts, key = statistics_of(cast), (name, NAMES[tensor])
-                if tensor != GRAD_OUTPUT and key not in self.counted and (sums := compute.sums_of(layer)):
+                if (
+                    tensor != GRAD_OUTPUT
+                    and key not in self.counted
+                    and (sums := compute.sums_of(layer))
+                ):
                     self.sums[name], self.codes[key] = sums, codes_of_rows(cast)
-                self.counted[key] = self.counted[key].merged(counts) if key in self.counted else counts
+                self.counted[key] = (
+                    self.counted[key].merged(counts) if key in self.counted else counts
+                )
         self.seconds += time.perf_counter() - began
 
     def close(self) -> None:
@@ -280,7 +343,8 @@ class Sample:
 
     @torch.no_grad()
     def numbers(self) -> dict[tuple[str, str], Statistics]:
-        """Return all numbers by layer and tensor, tensors stored by a level included. Waits for the device."""
+        """Return all numbers by layer and tensor, tensors stored by a level included. Waits for the
+        device."""
         for watched in self.watched:
             optimizers = watched.prepared.observed.optimizers()
             for name, weight in ((name, layer.weight) for name, layer in watched.layers.items()):
@@ -288,16 +352,22 @@ class Sample:
                 for state in (optimizer.state.get(weight, {}) for optimizer in optimizers):
                     tensors |= {tensor: state[tensor] for tensor in STORED if tensor in state}
                 for tensor, stored in tensors.items():
-                    stored = None if stored is None else local_part(stored)  # this rank's part, after the step
+                    # this rank's part, after the step
+                    stored = None if stored is None else local_part(stored)
                     if isinstance(stored, ScaledTensor) and stored.codes.dtype in FORMAT_OF:
-                        fmt, amax = FORMATS[stored.codes.dtype], amax_of(stored.dequantize(torch.float32))
+                        fmt, amax = (
+                            FORMATS[stored.codes.dtype],
+                            amax_of(stored.dequantize(torch.float32)),
+                        )
                         amax = amax.sqrt() if fmt is ROOT8 else amax
-                        self.counted[name, tensor] = statistics_of_codes(stored.codes, stored.scale_inv, amax, fmt)
+                        self.counted[name, tensor] = statistics_of_codes(
+                            stored.codes, stored.scale_inv, amax, fmt
+                        )
         return dict(zip(self.counted, read(list(self.counted.values())), strict=True))
 
     def sums_lost(self, slow: bool = False) -> dict[str, float]:
-        """Return `tensor_cores.sum_lost` by layer, for some rows of the first microbatch and of the weight. slow:
-        without fast accumulation. Waits for the device."""
+        """Return `tensor_cores.sum_lost` by layer, for some rows of the first microbatch and of the
+        weight. slow: without fast accumulation. Waits for the device."""
         lost = {}
         for name, (chip, fast) in self.sums.items():
             operands = [self.codes.get((name, NAMES[tensor])) for tensor in (INPUT, WEIGHT)]
@@ -310,13 +380,15 @@ class Sample:
 
 
 def _share(watched: list[Watched]) -> float | None:
-    """Return the share of the first step's weight FLOPs in FP8, as in the proof line; None before the proof."""
+    """Return the share of the first step's weight FLOPs in FP8, as in the proof line; None before
+    the proof."""
     in_fp8, needed = map(sum, zip(*(each.prepared.observed.flops for each in watched), strict=True))
     return round(in_fp8 / needed, 6) if needed else None
 
 
 def _entry(numbers: Statistics, stored: bool) -> dict[str, Any]:
-    """Return the numbers of one tensor for JSON; None for non-finite ones, and for those without meaning then."""
+    """Return the numbers of one tensor for JSON; None for non-finite ones, and for those without
+    meaning then."""
     low, high = _finite(numbers.lowest_scale), _finite(numbers.highest_scale)
     if numbers.lowest_scale > numbers.highest_scale:  # nothing but zeros
         low = high = None
@@ -326,15 +398,22 @@ def _entry(numbers: Statistics, stored: bool) -> dict[str, Any]:
         "scale": high if low == high else [low, high],
         "elements": numbers.elements,
         "counted": numbers.counted,
-        "zeros" if stored else "flushed": round(numbers.flushed_share, 8) if numbers.is_finite else None,
-        "at_max" if stored else "saturated": round(numbers.saturated_share, 8) if numbers.is_finite else None,
+        "zeros" if stored else "flushed": round(numbers.flushed_share, 8)
+        if numbers.is_finite
+        else None,
+        "at_max" if stored else "saturated": round(numbers.saturated_share, 8)
+        if numbers.is_finite
+        else None,
     }
     if not stored:
         entry["sqnr_db"] = None if numbers.sqnr_db is None else round(numbers.sqnr_db, 2)
     held = [index for index, count in enumerate(numbers.binades) if count and numbers.is_finite]
     first, end = (held[0], held[-1] + 1) if held else (0, 0)
     top = numbers.fmt.max_exponent + 1
-    return entry | {"exponents": [top - end + 1, top - first], "binades": numbers.binades[first:end][::-1]}
+    return entry | {
+        "exponents": [top - end + 1, top - first],
+        "binades": numbers.binades[first:end][::-1],
+    }
 
 
 def _finite(number: float) -> float | None:
@@ -348,7 +427,8 @@ def is_finite(entry: Mapping[str, Any]) -> bool:
 
 
 def tensors_of(record: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Return (label, name, entry) of tensors: forward, backward, states. The first non-finite is the likely origin."""
+    """Return (label, name, entry) of tensors: forward, backward, states. The first non-finite is
+    the likely origin."""
     tensors = [
         (f"{layer or '(root)'} {name}", name, entry)
         for layer, entries in record["tensors"].items()
@@ -360,26 +440,33 @@ def tensors_of(record: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, A
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, float]:
-    """Summarize a record for trackers, by its worst casts: `fp8/worst_sqnr` in dB, `fp8/sqnr/GROUP` for layers whose
-    names differ only in numbers, the shares `fp8/saturated`, `fp8/flushed` and `fp8/sum_lost`, all NaN if one of these
-    casts is not finite; `fp8/not_finite`, the number of tensors with an inf or a NaN; and the record's `FIGURES`. Empty
-    for a record without casts."""
+    """Summarize a record for trackers, by its worst casts: `fp8/worst_sqnr` in dB, `fp8/sqnr/GROUP`
+    for layers whose names differ only in numbers, the shares `fp8/saturated`, `fp8/flushed` and
+    `fp8/sum_lost`, all NaN if one of these casts is not finite; `fp8/not_finite`, the number of
+    tensors with an inf or a NaN; and the record's `FIGURES`. Empty for a record without casts."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for layer, entries in record["tensors"].items():
         group = re.sub(r"(^|\.)\d+(?=\.|$)", "", layer).lstrip(".") or layer or "root"
-        groups.setdefault(group, []).extend(entry for name, entry in entries.items() if name not in STORED)
+        groups.setdefault(group, []).extend(
+            entry for name, entry in entries.items() if name not in STORED
+        )
     if not (casts := [entry for entries in groups.values() for entry in entries]):
         return {}
     values = {f"fp8/{name}": record.get(name) for name in FIGURES}
     values["fp8/not_finite"] = float(sum(not is_finite(entry) for *_, entry in tensors_of(record)))
     values["fp8/worst_sqnr"] = _worst(min, "sqnr_db", casts)
-    values |= {f"fp8/{key}": _worst(max, key, casts) for key in ("saturated", "flushed", "sum_lost")}
-    values |= {f"fp8/sqnr/{group}": _worst(min, "sqnr_db", entries) for group, entries in groups.items()}
+    values |= {
+        f"fp8/{key}": _worst(max, key, casts) for key in ("saturated", "flushed", "sum_lost")
+    }
+    values |= {
+        f"fp8/sqnr/{group}": _worst(min, "sqnr_db", entries) for group, entries in groups.items()
+    }
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _worst(pick: Callable[..., Any], key: str, casts: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the worst figure of these casts: NaN if a cast with it is not finite, None if no cast has it."""
+    """Return the worst figure of these casts: NaN if a cast with it is not finite, None if no cast
+    has it."""
     entries = [entry for entry in casts if key in entry]
     if not all(map(is_finite, entries)):
         return math.nan

@@ -1,6 +1,7 @@
 """Change the recipe of a prepared model at given optimizer steps (`schedule`).
 
-All ranks count the same steps, so they change at the same one without a message. A checkpoint has the count.
+All ranks count the same steps, so they change at the same one without a message. A checkpoint has
+the count.
 """
 
 import math
@@ -22,15 +23,19 @@ from ..torch_tools.optimizers import running_trainer
 
 
 def check_share(recipe: Recipe) -> None:
-    """Raise `RecipeError` if a phase of `schedule` begins at a share of an unknown number of steps."""
+    """Raise `RecipeError` if a phase of `schedule` begins at a share of an unknown number of
+    steps."""
     shares = [start for start in recipe.schedule or {} if isinstance(start, float)]
     if shares and STEPS not in recipe.schedule and running_trainer() is None:
         example = f'schedule={{{shares[0]}: {recipe.schedule[shares[0]]!r}, "steps": 1000}}'
-        raise RecipeError(f"schedule: {shares[0]} is a share of an unknown number of steps; add it: {example}")
+        raise RecipeError(
+            f"schedule: {shares[0]} is a share of an unknown number of steps; add it: {example}"
+        )
 
 
 class CountSteps:
-    """Count the steps of an optimizer (post-hook), and change the recipe of its model when a phase begins."""
+    """Count the steps of an optimizer (post-hook), and change the recipe of its model when a phase
+    begins."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = weakref.ref(root)
@@ -57,7 +62,11 @@ def follow(root: nn.Module, prepared: Prepared, has_new_layers: bool = False) ->
     schedule = prepared.recipe.schedule
     if not schedule:
         return
-    begun = [start for start in schedule if start != STEPS and _step_of(start, prepared.recipe) <= prepared.steps]
+    begun = [
+        start
+        for start in schedule
+        if start != STEPS and _step_of(start, prepared.recipe) <= prepared.steps
+    ]
     word = schedule[max(begun)] if begun else ""
     if word == prepared.phase and not (has_new_layers and word):
         return
@@ -76,7 +85,8 @@ def follow(root: nn.Module, prepared: Prepared, has_new_layers: bool = False) ->
 
 
 def _step_of(start: int | float, recipe: Recipe) -> float:
-    """Return the first step of a phase; infinite while a Trainer does not know its number of steps."""
+    """Return the first step of a phase; infinite while a Trainer does not know its number of
+    steps."""
     if isinstance(start, int):
         return start
     check_share(recipe)

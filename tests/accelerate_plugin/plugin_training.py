@@ -15,7 +15,9 @@ import fp8_backends
 def mlp(seed: int = 0, width: int = 64) -> nn.Sequential:
     """Return three Linear layers, 32 -> width -> width -> 16, in sizes divisible by 16."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 16))
+    return nn.Sequential(
+        nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 16)
+    )
 
 
 def batches(count: int, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -47,12 +49,17 @@ def copied_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_all_moved(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    still = [name for name, p in model.named_parameters() if p.requires_grad and torch.equal(p, before[name])]
+    still = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and torch.equal(p, before[name])
+    ]
     assert not still, f"did not train: {still}"
 
 
 def assert_fp8_products(model: nn.Module, layers: int) -> None:
-    """Assert that exactly `layers` layers ran forward, wgrad and dgrad (the first layer's input needs none)."""
+    """Assert that exactly `layers` layers ran forward, wgrad and dgrad (the first layer's input
+    needs none)."""
     products = fp8_backends.audit(model).products
     assert len(products) == layers
     for name, counts in products.items():
@@ -61,12 +68,17 @@ def assert_fp8_products(model: nn.Module, layers: int) -> None:
 
 
 def run_python(script: str, *launcher: str, timeout: int = 120, **environment: str) -> str:
-    """Run a script in its own process, under `launcher`, and return its output, shown on failure. `warm_process`
-    replaces a leading `sys.executable`."""
+    """Run a script in its own process, under `launcher`, and return its output, shown on failure.
+    `warm_process` replaces a leading `sys.executable`."""
     repository = str(Path(fp8_backends.__file__).parent.parent)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FP8_"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ACCELERATE_", "FP8_"))
+    }
     clean |= {"PYTHONPATH": repository, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    clean |= {"DS_ACCELERATOR": "cpu"}  # stock Accelerate imports DeepSpeed, which prints its device
+    # stock Accelerate imports DeepSpeed, which prints its device
+    clean |= {"DS_ACCELERATOR": "cpu"}
     import warm_process  # tests/ is not on the path of the scripts that import this file
 
     assert launcher[:1] in ((), (sys.executable,)), launcher

@@ -1,4 +1,5 @@
-"""Run the logic of Accelerate's own tests and examples over our backends: shared parts of `test_ported_*`."""
+"""Run the logic of Accelerate's own tests and examples over our backends: shared parts of
+`test_ported_*`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torch.utils.data import DataLoader
 import fp8_backends
 
 BACKENDS = ("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O2", "msamp:O3")
-"""One of each kind: stateless and stateful scaling, TorchAO's layers, and two ways to store weights."""
+"""One of each kind: stateless and stateful scaling, TorchAO's layers, and two ways to store
+weights."""
 
 
 def fresh_accelerator(backend: str, fields: dict | None = None, **arguments) -> Accelerator:
@@ -40,7 +42,9 @@ def components(model: nn.Module | None = None, count: int = 3) -> tuple:
     """Return (model, optimizer, scheduler, loader), unprepared, as `create_components` does."""
     model = mlp() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, steps_per_epoch=2 * count, epochs=1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.01, steps_per_epoch=2 * count, epochs=1
+    )
     rows = [row for batch in batches(count) for row in zip(*batch, strict=True)]
     return model, optimizer, scheduler, DataLoader(rows, batch_size=16)
 
@@ -84,4 +88,6 @@ def assert_same(one, other) -> None:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor, whatever it is stored as."""
-    return tensor.detach().clone() if type(tensor) is torch.Tensor else tensor.detach().float() + 0.0
+    return (
+        tensor.detach().clone() if type(tensor) is torch.Tensor else tensor.detach().float() + 0.0
+    )

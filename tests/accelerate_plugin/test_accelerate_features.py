@@ -1,4 +1,5 @@
-"""Accelerate's other features with FP8 on one process, as `feature_table.py` has them. `tests/distributed` has two."""
+"""Accelerate's other features with FP8 on one process, as `feature_table.py` has them.
+`tests/distributed` has two."""
 
 from __future__ import annotations
 
@@ -39,19 +40,27 @@ def test_table_rows_and_feature_runs_correspond():
 def test_missing_or_different_refusal_fails(tmp_path):
     works, refused = row("trigger_sync"), row("schedule_free")
     with pytest.raises(AssertionError, match="was not refused"):
-        feature_runs.run_as_listed(works._replace(refused={"native:delayed": "words"}), "native:delayed", tmp_path)
+        feature_runs.run_as_listed(
+            works._replace(refused={"native:delayed": "words"}), "native:delayed", tmp_path
+        )
     with pytest.raises(AssertionError):
-        feature_runs.run_as_listed(refused._replace(refused={"msamp:O2": "other words"}), "msamp:O2", tmp_path)
+        feature_runs.run_as_listed(
+            refused._replace(refused={"msamp:O2": "other words"}), "msamp:O2", tmp_path
+        )
 
 
 def answered(monkeypatch, answers: dict[str, int], **fields) -> dict:
-    """Return the file of the `accelerate config` wizard for these choices and fields; defaults otherwise."""
+    """Return the file of the `accelerate config` wizard for these choices and fields; defaults
+    otherwise."""
 
     def ask_options(question, options, convert, default=0):
         return convert(answers.get(question, default))
 
     def ask_field(question, convert=str, default=None, error_message=None):
-        return next((value for words, value in fields.items() if words.replace("_", " ") in question), default)
+        return next(
+            (value for words, value in fields.items() if words.replace("_", " ") in question),
+            default,
+        )
 
     monkeypatch.setattr(cluster, "_ask_options", ask_options)
     monkeypatch.setattr(cluster, "_ask_field", ask_field)
@@ -62,7 +71,10 @@ def answered(monkeypatch, answers: dict[str, int], **fields) -> dict:
 @pytest.mark.parametrize("processes", [nightly(1), 2])
 def test_accelerate_config(processes, monkeypatch, tmp_path):
     """Train with the wizard's file unchanged (`ao`), and with another backend written into it."""
-    choices = {"Which type of machine are you using?": processes - 1, "Do you wish to use mixed precision?": 3}
+    choices = {
+        "Which type of machine are you using?": processes - 1,
+        "Do you wish to use mixed precision?": 3,
+    }
     config = answered(monkeypatch, choices, should_be_used_for_distributed_training=processes)
     path = tmp_path / "wizard.yaml"
     config.to_yaml_file(path)
@@ -73,7 +85,14 @@ def test_accelerate_config(processes, monkeypatch, tmp_path):
         assert read(str(tmp_path / "other.yaml")).recipe.name == backend
     (tmp_path / "train.py").write_text(TRAINS)
     ended = warm_process.run(
-        "-m", "fp8_backends", "launch", "--config_file", str(path), "train.py", cwd=tmp_path, timeout=60
+        "-m",
+        "fp8_backends",
+        "launch",
+        "--config_file",
+        str(path),
+        "train.py",
+        cwd=tmp_path,
+        timeout=60,
     )
     assert ended.returncode == 0, ended.stderr
     assert "ao:tensorwise: 3/3 Linear" in ended.stderr and f"processes: {processes}" in ended.stdout
@@ -95,15 +114,24 @@ accelerator.end_training()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "backend, processes", [nightly("native:delayed", 1), ("ao:tensorwise", 2), nightly("msamp:O2", 1)]
+    "backend, processes",
+    [nightly("native:delayed", 1), ("ao:tensorwise", 2), nightly("msamp:O2", 1)],
 )
 def test_accelerate_test(backend, processes, tmp_path):
     """Launch the script of `accelerate test` by `fp8-backends launch`."""
     feature = row("accelerate_test")
-    config = {"distributed_type": "MULTI_CPU" if processes > 1 else "NO", "num_processes": processes, "use_cpu": True}
+    config = {
+        "distributed_type": "MULTI_CPU" if processes > 1 else "NO",
+        "num_processes": processes,
+        "use_cpu": True,
+    }
     fp8 = {"backend": backend, "on_unproven": "warn"}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"mixed_precision": "fp8", "fp8_config": fp8}))
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump(config | {"mixed_precision": "fp8", "fp8_config": fp8})
+    )
     script = path_in_accelerate_package("test_utils", "scripts", "test_script.py")
-    ended = warm_process.run("-m", "fp8_backends", "launch", "--config_file", "config.yaml", str(script), cwd=tmp_path)
+    ended = warm_process.run(
+        "-m", "fp8_backends", "launch", "--config_file", "config.yaml", str(script), cwd=tmp_path
+    )
     assert feature.refusal(backend, processes) is None and ended.returncode == 0, ended.stderr
     assert "**Test reinstantiated state**" in ended.stdout

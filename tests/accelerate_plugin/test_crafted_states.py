@@ -1,4 +1,5 @@
-"""Crafted states are refused before anything changes. The table of them is `benchmarks/reliability/crafted.py`."""
+"""Crafted states are refused before anything changes. The table of them is
+`benchmarks/reliability/crafted.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ import crafted  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    "backend, tried", [("msamp:O1", 120), ("msamp:O3", 150), ("msamp:O4", 140), ("native:delayed", 25)]
+    "backend, tried",
+    [("msamp:O1", 120), ("msamp:O3", 150), ("msamp:O4", 140), ("native:delayed", 25)],
 )
 def test_crafted_state_is_refused_without_changing_a_byte(backend, tried):
     rows = list(crafted.crafted(backend))
@@ -49,7 +51,13 @@ def test_comparison_detects_one_changed_byte():
     run = crafted.Run("msamp:O3")
     before, weight = run.stored(), run.models[0][2].weight
     state = run.optimizers[0].state[weight]
-    parts = weight.codes, weight.master.codes, state["exp_avg"].scale_inv, state["exp_avg_sq"].codes, state["step"]
+    parts = (
+        weight.codes,
+        weight.master.codes,
+        state["exp_avg"].scale_inv,
+        state["exp_avg_sq"].codes,
+        state["step"],
+    )
     for stored in (part.reshape(-1).view(torch.uint8) for part in parts):
         kept = stored.clone()
         stored[-1] += 1
@@ -84,7 +92,9 @@ def test_refusal_names_parameters_of_named_groups():
     optimizer.step()
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["step"] = torch.tensor(-1.0)
-    with pytest.raises(FP8BackendError, match=r"step of parameter 0 \(0.weight, .* holds -1, and must be whole"):
+    with pytest.raises(
+        FP8BackendError, match=r"step of parameter 0 \(0.weight, .* holds -1, and must be whole"
+    ):
         optimizer.load_state_dict(state)
 
 
@@ -92,7 +102,8 @@ def test_refusal_names_parameters_of_named_groups():
 
 
 def resumed(folder: Path, saved: dict, now: dict, by_state_dict: bool = False) -> tuple:
-    """Return the optimizers of a run saved with the first fields and of its continuation with the second."""
+    """Return the optimizers of a run saved with the first fields and of its continuation with the
+    second."""
     optimizers = []
     for fields in (saved, now):
         run = crafted.Run("msamp:O2", **fields)
@@ -109,16 +120,22 @@ def resumed(folder: Path, saved: dict, now: dict, by_state_dict: bool = False) -
 
 @pytest.mark.parametrize("by_state_dict", [False, True])
 @pytest.mark.parametrize("old, new", [("stochastic", "nearest"), ("nearest", "stochastic")])
-def test_different_recipe_fields_warn_once_and_keep_values(old, new, by_state_dict, tmp_path, caplog):
+def test_different_recipe_fields_warn_once_and_keep_values(
+    old, new, by_state_dict, tmp_path, caplog
+):
     saved, now = {"rounding": old}, {"rounding": new}
     with caplog.at_level(logging.WARNING, "fp8_backends"):
         before, after = resumed(tmp_path, saved, now, by_state_dict)
     (told,) = [record.getMessage() for record in caplog.records]
-    assert f"the name msamp:O2: rounding was '{old}' and is '{new}' now" in told and "keep their values" in told
+    assert (
+        f"the name msamp:O2: rounding was '{old}' and is '{new}' now" in told
+        and "keep their values" in told
+    )
     for mine, theirs in zip(before.state.values(), after.state.values(), strict=True):
         assert torch.equal(mine["exp_avg_sq"] + 0, theirs["exp_avg_sq"] + 0)
         amax = (mine["exp_avg"] + 0).abs().max()
-        assert (mine["exp_avg"] + 0 - (theirs["exp_avg"] + 0)).abs().max() <= amax / 16  # rounded once, to E4M3
+        # rounded once, to E4M3
+        assert (mine["exp_avg"] + 0 - (theirs["exp_avg"] + 0)).abs().max() <= amax / 16
 
 
 def test_guard_and_monitor_do_not_change_recipe_identity(tmp_path, caplog):

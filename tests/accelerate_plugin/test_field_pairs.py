@@ -1,4 +1,5 @@
-"""Every night, pairs of fields that have not met yet: each case is trained six steps beside plain PyTorch, saved after
+"""Every night, pairs of fields that have not met yet: each case is trained six steps beside plain
+PyTorch, saved after
 three, resumed to the bit, and restored to plain. To repeat a night::
 
     FIELD_PAIRS_SEED=739583 python -m pytest tests/accelerate_plugin/test_field_pairs.py -m nightly
@@ -38,13 +39,30 @@ RUN = {
 """Settings of a run that are no fields; the first is the default."""
 FIELDS = {
     "backend": (
-        *("native:dynamic", "native:delayed", "native:window", "native:rowwise", "native:blockwise", "native:mxfp8"),
+        *(
+            "native:dynamic",
+            "native:delayed",
+            "native:window",
+            "native:rowwise",
+            "native:blockwise",
+            "native:mxfp8",
+        ),
         *("ao:tensorwise", "ao:rowwise", "ao:rowwise_with_gw_hp", *LEVELS),
     ),
     "include": (None, ["+lm_head"], ["*.q_proj", "*.down_proj"]),
     "exclude": (None, ["*.up_proj"]),
-    "layers": (None, {"*.down_proj": "native:rowwise"}, {"*.down_proj": "bf16"}, {"*.q_proj": "native:mxfp8"}),
-    "schedule": (None, {2: "bf16"}, {0: "bf16", 2: "native:dynamic"}, {2: "native:rowwise", 4: "native:dynamic"}),
+    "layers": (
+        None,
+        {"*.down_proj": "native:rowwise"},
+        {"*.down_proj": "bf16"},
+        {"*.q_proj": "native:mxfp8"},
+    ),
+    "schedule": (
+        None,
+        {2: "bf16"},
+        {0: "bf16", 2: "native:dynamic"},
+        {2: "native:rowwise", 4: "native:dynamic"},
+    ),
     "saved_activations": (None, "fp8", "fp8+attention"),
     "fused_head": (None, True),
     "monitor_every": (None, 2),
@@ -85,7 +103,8 @@ def is_accepted(case: Case) -> bool:
 
 
 def cases(draw: random.Random):
-    """Yield cases, each with a pair that none had before and otherwise few fields, as long as `resolve` accepts any."""
+    """Yield cases, each with a pair that none had before and otherwise few fields, as long as
+    `resolve` accepts any."""
     waiting = [
         ((first, a), (second, b))
         for first, second in itertools.combinations(AXES, 2)
@@ -98,9 +117,13 @@ def cases(draw: random.Random):
             continue
         drawn = []
         for _ in range(8):
-            case = {name: values[0] if draw.random() < 0.6 else draw.choice(values) for name, values in AXES.items()}
+            case = {
+                name: values[0] if draw.random() < 0.6 else draw.choice(values)
+                for name, values in AXES.items()
+            }
             case |= {"backend": draw.choice(FIELDS["backend"]), **dict(pair)}
-            case["frozen"] = case["frozen"] or case["fp8_params"] is True  # which takes no weights that train
+            # which takes no weights that train
+            case["frozen"] = case["frozen"] or case["fp8_params"] is True
             if is_accepted(case):
                 drawn.append(case)
         if drawn:
@@ -111,7 +134,12 @@ def cases(draw: random.Random):
 
 def network(case: Case) -> nn.Module:
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape))
     if case["checkpointing"] is not None:
         model.gradient_checkpointing_enable({"use_reentrant": case["checkpointing"]})
@@ -139,11 +167,16 @@ class Run:
         AcceleratorState._reset_state()
         GradientState._reset_state()
         fields = fields_of(case) | {"monitor_file": folder / "monitor.jsonl"}
-        options = {"mixed_precision": "fp8", "kwargs_handlers": [fp8_backends.FP8RecipeKwargs(**fields)]}
+        options = {
+            "mixed_precision": "fp8",
+            "kwargs_handlers": [fp8_backends.FP8RecipeKwargs(**fields)],
+        }
         self.case, self.model = case, network(case)
         optimizers = optimizers_of(case, self.model)
         self.accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=case["accumulation"], **(options if in_fp8 else {})
+            cpu=True,
+            gradient_accumulation_steps=case["accumulation"],
+            **(options if in_fp8 else {}),
         )
         self.model, *self.optimizers = self.accelerator.prepare(self.model, *optimizers)
 
@@ -181,7 +214,9 @@ def check(case: Case, folder: Path) -> None:
     assert all(torch.equal(value, again[name]) for name, value in values.items()), "resumed weights"
     fp8_backends.restore(run.model)
     assert all(type(p) is nn.Parameter for p in run.model.parameters()), "restored"
-    assert all(torch.equal(value, values[name]) for name, value in run.model.state_dict().items()), "restored weights"
+    assert all(
+        torch.equal(value, values[name]) for name, value in run.model.state_dict().items()
+    ), "restored weights"
 
 
 def outcome(case: Case, folder: Path) -> str:
@@ -204,8 +239,14 @@ def test_pairs_of_fields_train_resume_and_restore(tmp_path):
         if time.monotonic() - began > SECONDS:
             break
         (folder := tmp_path / str(number)).mkdir()
-        changed = {name: value for name, value in case.items() if value != AXES[name][0] or name == "backend"}
+        changed = {
+            name: value
+            for name, value in case.items()
+            if value != AXES[name][0] or name == "backend"
+        }
         outcomes.append((outcome(case, folder), changed))
     faults = [pair for pair in outcomes if pair[0] not in ("trained", "refused")]
-    assert not faults, f"seed {seed}:\n" + "\n".join(f"{changed}: {fault[:500]}" for fault, changed in faults)
+    assert not faults, f"seed {seed}:\n" + "\n".join(
+        f"{changed}: {fault[:500]}" for fault, changed in faults
+    )
     assert sum(name == "trained" for name, _ in outcomes) >= 3, outcomes

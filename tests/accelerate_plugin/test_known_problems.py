@@ -22,8 +22,14 @@ def warned_of(caplog, model=None, prepared_for_evaluation=False, **options) -> l
     if prepared_for_evaluation:
         model.requires_grad_(False)
     with caplog.at_level(logging.WARNING, "fp8_backends"):
-        accelerator.prepare(*[model] if prepared_for_evaluation else (model, torch.optim.SGD(model.parameters(), 0.1)))
-    findings = [record.getMessage() for record in caplog.records if ". Fix: " in record.getMessage()]
+        accelerator.prepare(
+            *[model]
+            if prepared_for_evaluation
+            else (model, torch.optim.SGD(model.parameters(), 0.1))
+        )
+    findings = [
+        record.getMessage() for record in caplog.records if ". Fix: " in record.getMessage()
+    ]
     return [finding.rpartition("[")[2].partition("]")[0] for finding in findings]
 
 
@@ -35,7 +41,10 @@ def test_known_problem_warns_with_reason_and_fix(caplog):
     model = mlp()
     assert warned_of(caplog, model, include=["0"]) == ["minority_in_fp8"]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "less than half of the products" in line and "Fix: name more layers in include, such as +lm_head" in line
+    assert (
+        "less than half of the products" in line
+        and "Fix: name more layers in include, such as +lm_head" in line
+    )
     assert fp8_backends.audit(model).products.keys() == {"0"}
 
 
@@ -46,11 +55,14 @@ def test_accelerator_settings_are_checked(caplog, backend, rules):
     assert warned_of(caplog, model, dynamo_backend=backend) == rules
 
 
-@pytest.mark.parametrize("engine, plugin", [("DeepSpeed", DeepSpeedPlugin), ("FSDP", FullyShardedDataParallelPlugin)])
+@pytest.mark.parametrize(
+    "engine, plugin", [("DeepSpeed", DeepSpeedPlugin), ("FSDP", FullyShardedDataParallelPlugin)]
+)
 def test_engine_left_out_by_accelerate_is_named(engine, plugin, caplog, monkeypatch):
     if engine == "DeepSpeed":
         pytest.importorskip("deepspeed")
-    monkeypatch.setenv(f"ACCELERATE_USE_{engine.upper()}", "false")  # Accelerator sets it for its plug-in
+    # Accelerator sets it for its plug-in
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine.upper()}", "false")
     assert warned_of(caplog, **{f"{engine.lower()}_plugin": plugin()}) == ["engine_unused"]
     assert f"here: {engine} is asked for, one process trains" in caplog.text
 

@@ -55,7 +55,9 @@ def test_files_of_a_checkpoint(tmp_path):
     assert metadata["models"] == {"0.0": "native:delayed"}
     assert len(load_file(tmp_path / "fp8_scaling_0.safetensors")) == 3
     weights = load_file(tmp_path / "model.safetensors")
-    assert {name: t.dtype for name, t in weights.items()} == {name: torch.float32 for name in mlp().state_dict()}
+    assert {name: t.dtype for name, t in weights.items()} == {
+        name: torch.float32 for name in mlp().state_dict()
+    }
 
 
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2", "native:dynamic+msamp:O3"])
@@ -82,7 +84,9 @@ def pickled_globals(path) -> list[str]:
     with zipfile.ZipFile(path) as archive:
         (pickled,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
         return [
-            argument for opcode, argument, _ in pickletools.genops(archive.read(pickled)) if opcode.name == "GLOBAL"
+            argument
+            for opcode, argument, _ in pickletools.genops(archive.read(pickled))
+            if opcode.name == "GLOBAL"
         ]
 
 
@@ -155,7 +159,10 @@ def test_each_model_keeps_its_scaling_state(tmp_path):
     unbroken = train(accelerator, a, opt_a, DATA[5:]), train(accelerator, b, opt_b, DATA[5:])
     accelerator, (a, b, opt_a, opt_b) = run()
     accelerator.load_state(str(tmp_path))
-    assert (train(accelerator, a, opt_a, DATA[5:]), train(accelerator, b, opt_b, DATA[5:])) == unbroken
+    assert (
+        train(accelerator, a, opt_a, DATA[5:]),
+        train(accelerator, b, opt_b, DATA[5:]),
+    ) == unbroken
 
 
 def test_optimizer_state_dict_carries_scaling_state():
@@ -196,7 +203,9 @@ def test_load_state_before_prepare_is_refused(tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
     recipe = fp8_backends.FP8RecipeKwargs(backend="native:delayed")
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
-    with pytest.raises(FP8BackendError, match=r"load_state\(\) before prepare\(\).*accelerator.prepare\(model"):
+    with pytest.raises(
+        FP8BackendError, match=r"load_state\(\) before prepare\(\).*accelerator.prepare\(model"
+    ):
         accelerator.load_state(str(tmp_path))
 
 

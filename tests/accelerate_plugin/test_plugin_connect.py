@@ -1,4 +1,5 @@
-"""Give FP8 to calls of the patched `Accelerator` that request it, and the stock class to all others."""
+"""Give FP8 to calls of the patched `Accelerator` that request it, and the stock class to all
+others."""
 
 from __future__ import annotations
 
@@ -52,8 +53,12 @@ def test_import_warns_about_earlier_accelerator(monkeypatch, caplog):
     fp8_backends.connect()
     assert "was set before fp8_backends was imported" in caplog.text
     model = mlp()
-    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
-    train(accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters())), batches(1))
+    accelerator = Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()]
+    )
+    train(
+        accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters())), batches(1)
+    )
     assert fp8_backends.audit(model).products
 
 
@@ -84,7 +89,9 @@ def test_disable_variable_leaves_accelerate_unchanged(monkeypatch):
     ],
 )
 def test_our_handlers_reach_the_registry(handler, name):
-    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[DistributedDataParallelKwargs(), handler])
+    accelerator = Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[DistributedDataParallelKwargs(), handler]
+    )
     assert accelerator.fp8_recipe.name == name
     assert isinstance(accelerator, Accelerator) and accelerator.mixed_precision == "fp8"
     assert isinstance(accelerator.ddp_handler, DistributedDataParallelKwargs)
@@ -103,9 +110,15 @@ def test_environment_selects_backend(monkeypatch, value, name):
 @pytest.mark.parametrize(
     "recipe, said",
     [
-        (fp8_backends.TERecipeKwargs(), "te:delayed cannot run here.*native:delayed for te:delayed"),
+        (
+            fp8_backends.TERecipeKwargs(),
+            "te:delayed cannot run here.*native:delayed for te:delayed",
+        ),
         (fp8_backends.FP8RecipeKwargs("te+msamp:O3"), "te:delayed.msamp:O3 cannot run here"),
-        (fp8_backends.MSAMPRecipeKwargs(implementation="original"), "the package msamp is not installed"),
+        (
+            fp8_backends.MSAMPRecipeKwargs(implementation="original"),
+            "the package msamp is not installed",
+        ),
     ],
 )
 def test_unavailable_backend_is_refused_before_construction(recipe, said):
@@ -129,10 +142,15 @@ def test_wrong_arguments_raise_the_stock_error():
         Accelerator(mixed_precision="fp8", kwarg_handlers=[fp8_backends.AORecipeKwargs()])
 
 
-@pytest.mark.parametrize("given", ["native:delayed", "Native:Delayed", "ao", "msamp:O1", "torchao", "auto"])
+@pytest.mark.parametrize(
+    "given", ["native:delayed", "Native:Delayed", "ao", "msamp:O1", "torchao", "auto"]
+)
 def test_mixed_precision_accepts_backend_string(given, monkeypatch):
     accelerator = Accelerator(mixed_precision=given)
-    assert accelerator.fp8_recipe == fp8_backends.resolve(given) and accelerator.mixed_precision == "fp8"
+    assert (
+        accelerator.fp8_recipe == fp8_backends.resolve(given)
+        and accelerator.mixed_precision == "fp8"
+    )
     accelerate.state.AcceleratorState._reset_state()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
     assert [Accelerator().fp8_recipe for _ in range(2)] == [accelerator.fp8_recipe] * 2
@@ -140,7 +158,9 @@ def test_mixed_precision_accepts_backend_string(given, monkeypatch):
 
 
 def test_mixed_precision_refuses_second_recipe_and_unknown_strings():
-    with pytest.raises(RecipeError, match="two FP8 recipes, NativeRecipeKwargs and FP8Recipe.*mixed_precision"):
+    with pytest.raises(
+        RecipeError, match="two FP8 recipes, NativeRecipeKwargs and FP8Recipe.*mixed_precision"
+    ):
         Accelerator(mixed_precision="native", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
     with pytest.raises(RecipeError, match="unknown backend 'nativ:dynamic' .did you mean 'native'"):
         Accelerator(mixed_precision="nativ:dynamic")
@@ -166,7 +186,9 @@ def test_invalid_handler_list_is_refused_with_fix(handlers, said):
 
 def test_handler_with_backend_repr_is_not_a_backend_string(monkeypatch):
     monkeypatch.setattr(DistributedDataParallelKwargs, "__str__", lambda self: "cuda:0")
-    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[DistributedDataParallelKwargs()])
+    accelerator = Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[DistributedDataParallelKwargs()]
+    )
     assert accelerator.fp8_recipe.name == "native:dynamic"
 
 
@@ -202,7 +224,8 @@ def test_incompatible_accelerate_is_an_error_only_with_fp8(monkeypatch):
     fp8_backends.connect()
     assert type(Accelerator()) is Accelerator
     with pytest.raises(
-        FP8BackendError, match="unscale_gradients does not exist; Accelerator.autocast takes no autocast_handler"
+        FP8BackendError,
+        match="unscale_gradients does not exist; Accelerator.autocast takes no autocast_handler",
     ):
         Accelerator(mixed_precision="fp8")
 
@@ -220,7 +243,9 @@ class CountingAccelerator(Accelerator):
 
 
 def test_subclasses_keep_their_methods():
-    accelerator = CountingAccelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+    accelerator = CountingAccelerator(
+        mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()]
+    )
     model = mlp()
     before = copied_parameters(model)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -260,9 +285,12 @@ def test_accelerator_copies():
 
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
 def test_pickled_accelerator_continues_training_identically(backend):
-    """Restore optimizer hooks after unpickling: PyTorch pickles none, and they roll and save scaling states."""
+    """Restore optimizer hooks after unpickling: PyTorch pickles none, and they roll and save
+    scaling states."""
     torch.manual_seed(0)
-    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.FP8RecipeKwargs(backend)])
+    accelerator = Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[fp8_backends.FP8RecipeKwargs(backend)]
+    )
     model = mlp()
     accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
 
@@ -275,7 +303,8 @@ def test_pickled_accelerator_continues_training_identically(backend):
         optimizer.zero_grad()
         return loss.item()
 
-    accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # stock Accelerate's pickle leaves autocast behind
+    # stock Accelerate's pickle leaves autocast behind
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     step(accelerator, 0)
     loaded = pickle.loads(pickle.dumps(accelerator))
     losses = [[step(each, seed) for seed in range(1, 20)] for each in (accelerator, loaded)]

@@ -9,7 +9,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from plugin_training import assert_all_moved, assert_fp8_products, batches, copied_parameters, mlp, train
+from plugin_training import (
+    assert_all_moved,
+    assert_fp8_products,
+    batches,
+    copied_parameters,
+    mlp,
+    train,
+)
 from torch import nn
 
 import fp8_backends
@@ -19,7 +26,9 @@ from fp8_backends.errors import FP8BackendError, RecipeError
 BACKENDS = ["native:dynamic", "native:delayed", "native:rowwise", "ao:tensorwise"]
 
 
-def fp8_accelerator(backend: str = "native", handlers=(), accumulate: int = 1, **fields) -> Accelerator:
+def fp8_accelerator(
+    backend: str = "native", handlers=(), accumulate: int = 1, **fields
+) -> Accelerator:
     return Accelerator(
         mixed_precision="fp8",
         gradient_accumulation_steps=accumulate,
@@ -53,7 +62,9 @@ def test_ao_losses_match_raw_torchao_loop():
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     model = mlp()
-    twin = convert_to_float8_training(copy.deepcopy(model), config=Float8LinearConfig(pad_inner_dim=True))
+    twin = convert_to_float8_training(
+        copy.deepcopy(model), config=Float8LinearConfig(pad_inner_dim=True)
+    )
     accelerator = fp8_accelerator("ao")
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
     losses = train(accelerator, model, optimizer, batches(6))
@@ -110,7 +121,9 @@ def test_weightless_module_prepares():
     accelerator = fp8_accelerator()
     model = mlp()
     before = copied_parameters(model)
-    model, optimizer, loss_function = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), nn.MSELoss())
+    model, optimizer, loss_function = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), nn.MSELoss()
+    )
     x, y = batches(1)[0]
     accelerator.backward(loss_function(model(x), y))
     optimizer.step()
@@ -139,7 +152,9 @@ def test_fp8_without_any_linear_layer_is_refused():
 
 def test_backward_without_a_prepared_model_raises():
     model, x = mlp(), batches(1)[0][0]
-    with pytest.raises(FP8BackendError, match=r"prepared no model.*write model, optimizer = accelerator\.prepare"):
+    with pytest.raises(
+        FP8BackendError, match=r"prepared no model.*write model, optimizer = accelerator\.prepare"
+    ):
         fp8_accelerator().backward(model(x).sum())
     assert all(p.grad is None for p in model.parameters())
     with pytest.warns(UserWarning, match="prepared no model"):
@@ -241,7 +256,9 @@ def test_compiled_losses_match_eager(backend):
     losses = []
     for dynamo_backend in (None, "eager"):
         recipe = fp8_backends.FP8RecipeKwargs(backend=backend)
-        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], dynamo_backend=dynamo_backend)
+        accelerator = Accelerator(
+            mixed_precision="fp8", kwargs_handlers=[recipe], dynamo_backend=dynamo_backend
+        )
         model = mlp()
         before = copied_parameters(model)
         prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))

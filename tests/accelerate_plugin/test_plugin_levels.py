@@ -1,4 +1,5 @@
-"""MS-AMP's levels through stock Accelerate: accumulation, clipping, loss scaling, checkpoints, Trainer."""
+"""MS-AMP's levels through stock Accelerate: accumulation, clipping, loss scaling, checkpoints,
+Trainer."""
 
 import sys
 
@@ -6,7 +7,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+)
 from plugin_training import batches, mlp, run_python, train
 
 import fp8_backends
@@ -17,9 +22,16 @@ LEVELS = ("O1", "O2", "O3", "O4")
 
 
 def accelerator(level: str, autocast: str = "bf16", steps: int = 1, **fields) -> Accelerator:
-    recipe = fp8_backends.FP8RecipeKwargs(backend=f"msamp:{level}", autocast_dtype=autocast, **fields)
+    recipe = fp8_backends.FP8RecipeKwargs(
+        backend=f"msamp:{level}", autocast_dtype=autocast, **fields
+    )
     plugin = GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False)
-    return Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], gradient_accumulation_plugin=plugin, cpu=True)
+    return Accelerator(
+        mixed_precision="fp8",
+        kwargs_handlers=[recipe],
+        gradient_accumulation_plugin=plugin,
+        cpu=True,
+    )
 
 
 def prepared(acc: Accelerator, lr: float = 5e-3, **options):
@@ -31,7 +43,8 @@ def prepared(acc: Accelerator, lr: float = 5e-3, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("level", "autocast"), [*((level, "bf16") for level in LEVELS), *(("O2", "fp16"), ("O4", "fp16"), ("O3", "fp32"))]
+    ("level", "autocast"),
+    [*((level, "bf16") for level in LEVELS), *(("O2", "fp16"), ("O4", "fp16"), ("O3", "fp32"))],
 )
 def test_level_trains_clips_and_resumes_bitwise(level, autocast, tmp_path):
     acc = accelerator(level, autocast)
@@ -81,7 +94,8 @@ def test_new_process_resumes_bitwise(level, tmp_path):
         script.write_text(RESUME.format(tests=tests, level=level, load=load, folder=folder))
         output = run_python(str(script), sys.executable)
         told.append(next(line for line in output.splitlines() if line.startswith("resumed")))
-    assert told[0].startswith("resumed [[[")  # the windows themselves: lost ones often choose the same powers of two
+    # the windows themselves: lost ones often choose the same powers of two
+    assert told[0].startswith("resumed [[[")
     assert told[0] == told[1]
 
 
@@ -122,7 +136,9 @@ def _plain(gradient: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("at", "level"), [(0, "O2"), (3, "O3"), (20, "O1"), (20, "O2"), (20, "O4")])
+@pytest.mark.parametrize(
+    ("at", "level"), [(0, "O2"), (3, "O3"), (20, "O1"), (20, "O2"), (20, "O4")]
+)
 def test_loss_scaler_skips_non_finite_step(level, at):
     acc = accelerator(level, "fp16")
     model, optimizer, scheduler = prepared(acc)
@@ -137,7 +153,9 @@ def test_loss_scaler_skips_non_finite_step(level, at):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     optimizer.zero_grad()
     losses = train(acc, model, optimizer, [data[0]] * 20, scheduler)
-    assert losses[-1] < losses[0] and all(torch.isfinite(v).all() for v in model.state_dict().values())
+    assert losses[-1] < losses[0] and all(
+        torch.isfinite(v).all() for v in model.state_dict().values()
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -146,12 +164,19 @@ def test_gradient_release_matches_usual_order_and_refuses_clipping(level):
     usual, acc = accelerator(level), accelerator(level, gradient_release=True)
     theirs, ours = prepared(usual), prepared(acc)
     assert train(acc, *ours[:2], data, ours[2]) == train(usual, *theirs[:2], data, theirs[2])
-    for value, other in zip(ours[0].state_dict().values(), theirs[0].state_dict().values(), strict=True):
+    for value, other in zip(
+        ours[0].state_dict().values(), theirs[0].state_dict().values(), strict=True
+    ):
         assert torch.equal(value, other)
     for clip in (acc.clip_grad_norm_, acc.clip_grad_value_):
-        with pytest.raises(RecipeError, match=r"gradient_release.*max_grad_norm=0\.5.*clip nothing \(max_grad_norm=0"):
+        with pytest.raises(
+            RecipeError,
+            match=r"gradient_release.*max_grad_norm=0\.5.*clip nothing \(max_grad_norm=0",
+        ):
             clip(ours[0].parameters(), 0.5)
-    assert acc.clip_grad_norm_(ours[0].parameters(), float("inf")).isnan(), "a Trainer only asks for the norm"
+    assert acc.clip_grad_norm_(ours[0].parameters(), float("inf")).isnan(), (
+        "a Trainer only asks for the norm"
+    )
 
 
 def test_gradient_release_refuses_accumulation():
@@ -194,7 +219,9 @@ def test_saved_models_are_plain_files(level, tmp_path):
     train(acc, model, optimizer, batches(3, seed=1), scheduler)
     acc.save_model(model, str(tmp_path))
     loaded = load_file(tmp_path / "model.safetensors")
-    assert list(loaded) and all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    assert list(loaded) and all(
+        torch.equal(loaded[name], value) for name, value in model.state_dict().items()
+    )
     mlp().load_state_dict(loaded)
 
 

@@ -1,4 +1,5 @@
-"""The precision around FP8: bf16 by default, fp16 with a loss scaler (NeMo's fp16_with_fp8_mixed), or fp32."""
+"""The precision around FP8: bf16 by default, fp16 with a loss scaler (NeMo's fp16_with_fp8_mixed),
+or fp32."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
-from plugin_training import assert_all_moved, assert_fp8_products, batches, copied_parameters, mlp, train
+from plugin_training import (
+    assert_all_moved,
+    assert_fp8_products,
+    batches,
+    copied_parameters,
+    mlp,
+    train,
+)
 from torch import nn
 
 import fp8_backends
@@ -26,7 +34,9 @@ def activations_of(model: nn.Module) -> list[torch.dtype]:
     return seen
 
 
-@pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
+@pytest.mark.parametrize(
+    "name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
 def test_autocast_dtype_rules_activations_and_outputs_are_fp32(name, dtype):
     accelerator = accelerator_with(name)
     model = mlp()
@@ -50,7 +60,9 @@ def cpu_without_bf16(monkeypatch):
 
 def test_cpu_without_bf16_runs_fp32_around_fp8_with_notice(cpu_without_bf16, caplog):
     with caplog.at_level("INFO", logger="fp8_backends"):
-        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
+        accelerator = Accelerator(
+            mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()]
+        )
         model = mlp()
         seen = activations_of(model)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -72,7 +84,9 @@ def test_explicit_autocast_dtype_without_bf16_warns(name, dtype, cpu_without_bf1
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     train(accelerator, model, optimizer, batches(1))
     assert set(seen) == {dtype}
-    assert [record.levelname for record in caplog.records if "slow_autocast" in record.getMessage()] == ["WARNING"]
+    assert [
+        record.levelname for record in caplog.records if "slow_autocast" in record.getMessage()
+    ] == ["WARNING"]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
@@ -105,7 +119,9 @@ def test_fp16_clips_to_the_true_norm():
     scaled = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
     norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
     torch.testing.assert_close(norm * 1024, scaled)
-    torch.testing.assert_close(torch.stack([p.grad.norm() for p in model.parameters()]).norm(), norm)
+    torch.testing.assert_close(
+        torch.stack([p.grad.norm() for p in model.parameters()]).norm(), norm
+    )
 
 
 def test_fp16_loss_scale_is_part_of_save_state(tmp_path):

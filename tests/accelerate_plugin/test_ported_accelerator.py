@@ -1,5 +1,5 @@
-"""Port the FP8-related logic of Accelerate's tests/test_accelerator.py and tests/test_optimizer.py: prepare, reference,
-save, load, unwrap, pickle and free objects."""
+"""Port the FP8-related logic of Accelerate's tests/test_accelerator.py and tests/test_optimizer.py:
+prepare, reference, save, load, unwrap, pickle and free objects."""
 
 from __future__ import annotations
 
@@ -32,14 +32,23 @@ def prepared(backend: str, model: nn.Module | None = None, steps: int = 1, **arg
 
 def stock_state(optimizer) -> dict:
     """Return the state dict without scaling state: hooks add it, and PyTorch pickles no hooks."""
-    return {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
+    return {
+        key: value
+        for key, value in optimizer.state_dict().items()
+        if key in ("state", "param_groups")
+    }
 
 
 def test_prepared_objects_are_registered_and_none_passes_through(backend):
     accelerator = fresh_accelerator(backend)
     given = components()
     *objects, nothing, strangers = accelerator.prepare(*given, None, [1, 2, 3])
-    known = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+    known = (
+        accelerator._models,
+        accelerator._optimizers,
+        accelerator._schedulers,
+        accelerator._dataloaders,
+    )
     for obj, kind in zip(objects, known, strict=True):
         assert [each is obj for each in kind] == [True] and obj._is_accelerate_prepared
     assert nothing is None and strangers == [1, 2, 3]
@@ -48,10 +57,22 @@ def test_prepared_objects_are_registered_and_none_passes_through(backend):
 
 def test_freed_objects_leave_memory(backend):
     accelerator, model, optimizer, scheduler, loader = prepared(backend, steps=2)
-    seen = [weakref.ref(model), weakref.ref(model[0]), weakref.ref(optimizer.optimizer), weakref.ref(loader)]
-    model, optimizer, scheduler, loader = accelerator.free_memory(model, optimizer, scheduler, loader)
+    seen = [
+        weakref.ref(model),
+        weakref.ref(model[0]),
+        weakref.ref(optimizer.optimizer),
+        weakref.ref(loader),
+    ]
+    model, optimizer, scheduler, loader = accelerator.free_memory(
+        model, optimizer, scheduler, loader
+    )
     assert (model, optimizer, scheduler, loader) == (None,) * 4
-    known = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+    known = (
+        accelerator._models,
+        accelerator._optimizers,
+        accelerator._schedulers,
+        accelerator._dataloaders,
+    )
     assert not any(known)
     gc.collect()
     assert [reference() for reference in seen] == [None] * 4
@@ -68,7 +89,10 @@ def test_a_saved_state_replaces_random_weights(backend, make, safetensors, tmp_p
     assert_same(weights_of(model), saved)
     assert sum(p.abs().sum().item() for p in model.parameters()) == signature
     if make is Tied:
-        assert model.linear1.weight is model.linear2.weight and model.linear1.bias is model.linear2.bias
+        assert (
+            model.linear1.weight is model.linear2.weight
+            and model.linear1.bias is model.linear2.bias
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"safe_serialization": False}, {"max_shard_size": "20KB"}])
@@ -105,7 +129,9 @@ def test_hooks_around_a_checkpoint_see_the_model_and_plain_weights(backend, tmp_
         model.__dict__.pop("loaded_name", None)
         accelerator.load_state(str(tmp_path / str(index)))
         assert_same(weights_of(model), saved)
-        assert [model.__dict__[name] for name in ("loaded_name",) if name in model.__dict__] == names
+        assert [
+            model.__dict__[name] for name in ("loaded_name",) if name in model.__dict__
+        ] == names
         assert (tmp_path / str(index) / "data.json").exists() == bool(names)
         for hook in hooks:
             hook.remove()
@@ -126,13 +152,15 @@ def test_an_unwrapped_model_runs_and_survives_pickling(backend):
 def test_compiled_parallel_model_unwraps_with_and_without_compile(backend):
     accelerator, model, *_ = prepared(backend, steps=0)
     compiled, parallel = torch.compile(model), torch.compile(nn.DataParallel(model))
-    assert accelerator.unwrap_model(parallel, keep_torch_compile=True)._orig_mod is compiled._orig_mod
+    assert (
+        accelerator.unwrap_model(parallel, keep_torch_compile=True)._orig_mod is compiled._orig_mod
+    )
     assert accelerator.unwrap_model(parallel, keep_torch_compile=False) is compiled._orig_mod
 
 
 def test_accelerator_pickles_with_prepared_objects(backend):
-    """Port `test_can_pickle_dataloader` and `test_pickle_accelerator`: the copy trains without affecting the
-    original."""
+    """Port `test_can_pickle_dataloader` and `test_pickle_accelerator`: the copy trains without
+    affecting the original."""
     accelerator, model, optimizer, scheduler, loader = prepared(backend, steps=2)
     before = weights_of(model)
     loaded = pickle.loads(pickle.dumps(accelerator))
@@ -140,9 +168,13 @@ def test_accelerator_pickles_with_prepared_objects(backend):
     its_model, its_optimizer = loaded._models[0], loaded._optimizers[0]
     assert_same(weights_of(its_model), before)
     assert_same(stock_state(its_optimizer), stock_state(optimizer))
-    assert [id(p) for p in its_model.parameters()] == [id(p) for p in its_optimizer.param_groups[0]["params"]]
+    assert [id(p) for p in its_model.parameters()] == [
+        id(p) for p in its_optimizer.param_groups[0]["params"]
+    ]
     train(loaded, its_model, its_optimizer, None, batches(1))
-    assert not any(torch.equal(value, before[name]) for name, value in weights_of(its_model).items())
+    assert not any(
+        torch.equal(value, before[name]) for name, value in weights_of(its_model).items()
+    )
     assert_same(weights_of(model), before)
 
 

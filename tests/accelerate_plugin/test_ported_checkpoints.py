@@ -1,4 +1,5 @@
-"""Port the logic of Accelerate's tests/test_state_checkpointing.py: saved runs resume bitwise in other processes."""
+"""Port the logic of Accelerate's tests/test_state_checkpointing.py: saved runs resume bitwise in
+other processes."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("safetensors", [True, False])
 def test_training_resumes_from_a_folder(backend, safetensors, tmp_path):
-    """Port `test_can_resume_training_with_folder`: a run loads into another model, and into itself."""
+    """Port `test_can_resume_training_with_folder`: a run loads into another model, and into
+    itself."""
     first = Run(backend)
     first.accelerator.save_state(str(tmp_path / "initial"), safe_serialization=safetensors)
     initial, seen = first.state(), first.train(3)
@@ -70,11 +72,14 @@ def test_training_resumes_from_a_folder(backend, safetensors, tmp_path):
 
 
 def test_training_resumes_from_newest_checkpoint_in_relative_folder(backend, tmp_path, monkeypatch):
-    """Port `test_can_resume_training_checkpoints_relative_path`, `test_with_scheduler` and `test_automatic_loading`."""
+    """Port `test_can_resume_training_checkpoints_relative_path`, `test_with_scheduler` and
+    `test_automatic_loading`."""
     monkeypatch.chdir(tmp_path)
 
     def project(iteration: int = 0) -> ProjectConfiguration:
-        return ProjectConfiguration(project_dir="run", iteration=iteration, automatic_checkpoint_naming=True)
+        return ProjectConfiguration(
+            project_dir="run", iteration=iteration, automatic_checkpoint_naming=True
+        )
 
     first = Run(backend, project_config=project())
     first.accelerator.save_state()
@@ -95,7 +100,8 @@ def test_training_resumes_from_newest_checkpoint_in_relative_folder(backend, tmp
 
 
 def test_registered_unprepared_model_is_saved(backend, tmp_path):
-    """Call `register_for_checkpointing`, as examples/by_feature/checkpointing.py, with a second prepared model."""
+    """Call `register_for_checkpointing`, as examples/by_feature/checkpointing.py, with a second
+    prepared model."""
     run = Run(backend)
     average = mlp(seed=3)
     run.accelerator.register_for_checkpointing(average)

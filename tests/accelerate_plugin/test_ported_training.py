@@ -1,7 +1,9 @@
-"""The training loops of Accelerate's test_sync.py, test_script.py and tests/test_scheduler.py, on one process.
+"""The training loops of Accelerate's test_sync.py, test_script.py and tests/test_scheduler.py, on
+one process.
 
-Accelerate compares a prepared model with a plain one within a tolerance. Here `fp8_backends.prepare` prepares the other
-model for a loop without Accelerate: both round in the same places, and gradients, weights and losses agree to the bit.
+Accelerate compares a prepared model with a plain one within a tolerance. Here
+`fp8_backends.prepare` prepares the other model for a loop without Accelerate: both round in the
+same places, and gradients, weights and losses agree to the bit.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
 class Pair:
-    """Build the same model, optimizer and scheduler twice: `ours` prepared by an Accelerator, `bare` without it."""
+    """Build the same model, optimizer and scheduler twice: `ours` prepared by an Accelerator,
+    `bare` without it."""
 
     def __init__(self, backend: str, decay=lambda step: 1 / (1 + step), **arguments) -> None:
         self.accelerator = fresh_accelerator(backend, **arguments)
@@ -50,7 +53,9 @@ class Pair:
         self.bare_optimizer.zero_grad()
 
     def assert_same_gradients(self) -> None:
-        for (name, p), q in zip(self.model.named_parameters(), self.bare_model.parameters(), strict=True):
+        for (name, p), q in zip(
+            self.model.named_parameters(), self.bare_model.parameters(), strict=True
+        ):
             assert (p.grad is None) == (q.grad is None), name
             assert p.grad is None or torch.equal(plain(p.grad), plain(q.grad)), name
 
@@ -88,8 +93,8 @@ def test_no_sync_is_inert_on_one_process(backend):
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])
 def test_accumulation_matches_bare_loop(backend, sync_each_batch):
-    """Port `test_gradient_accumulation` and `test_gradient_accumulation_with_opt_and_scheduler`; the last step of an
-    epoch has one microbatch, also divided by two."""
+    """Port `test_gradient_accumulation` and `test_gradient_accumulation_with_opt_and_scheduler`;
+    the last step of an epoch has one microbatch, also divided by two."""
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
     pair = Pair(backend, gradient_accumulation_plugin=plugin)
     rows = [row for batch in batches(5) for row in zip(*batch, strict=True)]
@@ -99,7 +104,8 @@ def test_accumulation_matches_bare_loop(backend, sync_each_batch):
             pair.accelerator.backward(mse(pair.model, x, y))
             (pair.bare_loss(x, y) / 2).backward()
             if index % 2 or index == 4:
-                finish_accumulation(pair.bare_model.parameters())  # as the bare optimizer's step will
+                # as the bare optimizer's step will
+                finish_accumulation(pair.bare_model.parameters())
             pair.assert_same_gradients()
             pair.optimizer.step()
             pair.scheduler.step()
@@ -137,7 +143,8 @@ def test_prepared_loader_matches_bare_loop(backend, split_batches):
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_scheduler_waits_for_skipped_steps(backend, with_optimizer):
-    """Port `lambda_test`; a non-finite loss, in place of `_is_overflow`, makes the loss scaler skip."""
+    """Port `lambda_test`; a non-finite loss, in place of `_is_overflow`, makes the loss scaler
+    skip."""
     pair = Pair(
         backend,
         lambda step: 1 - step / 10,
@@ -153,7 +160,9 @@ def test_scheduler_waits_for_skipped_steps(backend, with_optimizer):
         pair.scheduler.step()
         pair.optimizer.zero_grad()
         assert pair.optimizer.step_was_skipped == (factor != 1.0)
-        assert torch.equal(before["0.weight"], weights_of(pair.model)["0.weight"]) == (factor != 1.0)
+        assert torch.equal(before["0.weight"], weights_of(pair.model)["0.weight"]) == (
+            factor != 1.0
+        )
         rates.append(pair.scheduler.get_last_lr()[0])
     expected = (9, 9, 8) if with_optimizer else (9, 8, 7)
     assert rates == pytest.approx([step / 1000 for step in expected])

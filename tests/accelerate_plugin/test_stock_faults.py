@@ -1,7 +1,7 @@
 """Test the absence of each known FP8 fault of stock Accelerate 1.15.
 
-Numbers follow the project's list of proven faults. For faults in stock code around the GPU-only TransformerEngine and
-MS-AMP, the test sends the same request to the native compute.
+Numbers follow the project's list of proven faults. For faults in stock code around the GPU-only
+TransformerEngine and MS-AMP, the test sends the same request to the native compute.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils.deepspeed import DummyOptim
-from plugin_training import assert_all_moved, assert_fp8_products, batches, copied_parameters, mlp, train
+from plugin_training import (
+    assert_all_moved,
+    assert_fp8_products,
+    batches,
+    copied_parameters,
+    mlp,
+    train,
+)
 from safetensors.torch import load_file
 from torch import nn
 
@@ -40,7 +47,8 @@ def trained(handler, model, data, make_optimizer=None):
 
 
 def test_fault_01_torchao_weights_train():
-    """Use Accelerate's own handler and its defaults, including `enable_fsdp_float8_all_gather=True`."""
+    """Use Accelerate's own handler and its defaults, including
+    `enable_fsdp_float8_all_gather=True`."""
     model = mlp()
     before = copied_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -208,10 +216,20 @@ def losses_with(**fields) -> list[float]:
 
 
 def test_fault_15_explicit_defaults_are_kept():
-    assert losses_with(amax_compute_algo="max") == losses_with() != losses_with(amax_compute_algo="most_recent")
-    recipe = fp8_backends.resolve(fp8_backends.TERecipeKwargs(amax_compute_algo="most_recent", margin=0))
+    assert (
+        losses_with(amax_compute_algo="max")
+        == losses_with()
+        != losses_with(amax_compute_algo="most_recent")
+    )
+    recipe = fp8_backends.resolve(
+        fp8_backends.TERecipeKwargs(amax_compute_algo="most_recent", margin=0)
+    )
     assert recipe.to_kwargs() == {"backend": "te", "amax_compute_algo": "most_recent", "margin": 0}
-    assert (recipe.amax_compute_algo, recipe.fp8_format, recipe.amax_history_len) == ("most_recent", "HYBRID", 1024)
+    assert (recipe.amax_compute_algo, recipe.fp8_format, recipe.amax_history_len) == (
+        "most_recent",
+        "HYBRID",
+        1024,
+    )
 
 
 def test_fault_16_interval_and_override_change_the_numbers():

@@ -32,10 +32,14 @@ def run(folder: Path | None = None, seed: int = 0, **project):
     """Accelerator, model and optimizer; with a folder, checkpoints are named by Accelerate."""
     AcceleratorState._reset_state(reset_partial_state=True)
     project = ProjectConfiguration(
-        project_dir=folder and str(folder), automatic_checkpoint_naming=folder is not None, **project
+        project_dir=folder and str(folder),
+        automatic_checkpoint_naming=folder is not None,
+        **project,
     )
     recipe = fp8_backends.FP8RecipeKwargs(backend="native:delayed")
-    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], project_config=project)
+    accelerator = Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[recipe], project_config=project
+    )
     model = mlp(seed)
     return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
 
@@ -58,7 +62,10 @@ def test_checkpoint_appears_atomically(tmp_path):
     (place, existed) = seen[0]
     assert place.name == "a" and place != target and not existed
     record = json.loads((target / "fp8_manifest.json").read_text())
-    assert set(record["files"]) == files(target) - {"fp8_manifest.json"} and "mine.txt" in record["files"]
+    assert (
+        set(record["files"]) == files(target) - {"fp8_manifest.json"}
+        and "mine.txt" in record["files"]
+    )
     assert record["step"] == 2
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
 
@@ -118,7 +125,9 @@ def test_sibling_files_from_hooks_stay_siblings(tmp_path):
     accelerator.register_save_state_pre_hook(write)
     for _ in range(2):  # a new folder, and an existing one
         accelerator.save_state(str(tmp_path / "a"))
-        assert {"latest.txt", "hub/card.md"} == {name for name in files(tmp_path) if not name.startswith("a/")}
+        assert {"latest.txt", "hub/card.md"} == {
+            name for name in files(tmp_path) if not name.startswith("a/")
+        }
         (tmp_path / "latest.txt").unlink()
     accelerator.load_state(str(tmp_path / "a"))
 
@@ -149,7 +158,8 @@ def test_concurrent_saves_into_one_folder_wait(is_there, tmp_path):
 
 
 def test_sharded_file_error_is_reported_like_others(tmp_path):
-    from torch.distributed.checkpoint import CheckpointException  # no Exception, but a BaseException
+    # no Exception, but a BaseException
+    from torch.distributed.checkpoint import CheckpointException
 
     def fail(*_):
         raise CheckpointException("on rank 1", {})
@@ -203,10 +213,16 @@ def test_unrenamable_folder_is_refused_with_fix(tmp_path, monkeypatch):
     with pytest.raises(FP8BackendError, match="is a mount point.*save into another one"):
         accelerator.save_state("/proc")
     (tmp_path / "c").mkdir()
-    with monkeypatch.context() as patched, pytest.raises(FP8BackendError, match="is read-only.*save into another one"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(FP8BackendError, match="is read-only.*save into another one"),
+    ):
         patched.setattr(os, "access", lambda *_: False)  # root may write everywhere
         accelerator.save_state(str(tmp_path / "c"))
-    assert files(tmp_path) == {"a"} and sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
+    assert files(tmp_path) == {"a"} and sorted(path.name for path in tmp_path.iterdir()) == [
+        "a",
+        "c",
+    ]
     for _ in range(2):
         accelerator.save_state("b")
     accelerator.load_state("b")
@@ -260,7 +276,8 @@ def test_load_finishes_interrupted_replacement(at, tmp_path):
     with killed_at_rename(1):
         accelerator.load_state(str(target))
     accelerator.load_state(str(target))
-    expected = dict(mlp().named_parameters()) if at == 1 else weights  # the new one was not in its place yet
+    # the new one was not in its place yet
+    expected = dict(mlp().named_parameters()) if at == 1 else weights
     assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
     accelerator.save_state(str(target))
     assert mine <= files(target) and [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -283,7 +300,9 @@ def test_next_save_removes_remains_of_killed_save(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("stale")
     accelerator.save_state(str(tmp_path / "a"))
-    assert [path.name for path in tmp_path.iterdir()] == ["a"] and "stale.bin" not in files(tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and "stale.bin" not in files(
+        tmp_path / "a"
+    )
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -301,7 +320,9 @@ def test_failed_save_keeps_previous_checkpoint(is_there, tmp_path):
     with pytest.raises(FP8BackendError, match="No space left on device.*as it was"):
         accelerator.save_state(str(tmp_path / "a"))
     if is_there:
-        assert {name: (tmp_path / "a" / name).read_bytes() for name in files(tmp_path / "a")} == before
+        assert {
+            name: (tmp_path / "a" / name).read_bytes() for name in files(tmp_path / "a")
+        } == before
     else:
         assert list(tmp_path.iterdir()) == []
     assert accelerator.project_configuration.iteration == is_there
@@ -321,7 +342,9 @@ def test_damaged_checkpoint_is_refused_before_loading(tmp_path):
     optimizer_file.write_bytes(data)
     accelerator, model, _ = run(seed=5)
     weights = copied_parameters(model)
-    with pytest.raises(FP8BackendError, match="optimizer.bin has other contents.*beside it is .*a$"):
+    with pytest.raises(
+        FP8BackendError, match="optimizer.bin has other contents.*beside it is .*a$"
+    ):
         accelerator.load_state(str(tmp_path / "b"))
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
     (tmp_path / "b" / "fp8_manifest.json").unlink()
@@ -367,7 +390,11 @@ def test_automatic_naming_loads_newest_whole_and_rotates_last(tmp_path, caplog, 
     monkeypatch.setattr(checkpoints, "_remove_oldest", removes)
     with pytest.raises(Killed):
         accelerator.save_state()
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoint_1",
+        "checkpoint_2",
+        "checkpoint_3",
+    ]
     accelerator.project_configuration.iteration = 3
     with pytest.raises(ValueError, match="already exists"):
         accelerator.save_state()

@@ -1,5 +1,6 @@
-"""Compile Linears, the last with one output, for a GPU of a given capability: count the kernels compiled by Triton, and
-list the failures. `clamps` puts clamps and maxima between the Linears. Prints JSON.
+"""Compile Linears, the last with one output, for a GPU of a given capability: count the kernels
+compiled by Triton, and list the failures. `clamps` puts clamps and maxima between the Linears.
+Prints JSON.
 
     small_layers.py BACKEND MAJOR MINOR [clamps]
 """
@@ -37,7 +38,9 @@ def main(backend: str, major: str, minor: str, between: str = "") -> None:
     chip = machine.CHIPS["H200"]._replace(capability=(int(major), int(minor)))
     machine.pretend(chip)
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(32, 64), Clamps() if between else nn.GELU(), nn.Linear(64, 1))
+        model = nn.Sequential(
+            nn.Linear(32, 64), Clamps() if between else nn.GELU(), nn.Linear(64, 1)
+        )
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cuda", torch.bfloat16):
         convert(machine.on_fake_gpu(model), backend)
         model._forward_pre_hooks.clear()  # once a step
@@ -58,7 +61,9 @@ def main(backend: str, major: str, minor: str, between: str = "") -> None:
         "kernels": len(kernels),
         "failures": failures,
         "products": products,
-        "clamping": sum(re.search("minimum|maximum|max2", source) is not None for _, source in of_fp8),
+        "clamping": sum(
+            re.search("minimum|maximum|max2", source) is not None for _, source in of_fp8
+        ),
         "with_nan_instructions": sum(nan_instructions(*each) > 0 for each in of_fp8),
     }
     print(json.dumps(found))

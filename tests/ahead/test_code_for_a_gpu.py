@@ -1,7 +1,7 @@
 """Generate this tree's GPU code on a CPU with PyTorch's build for CUDA, and hold it to its budgets.
 
-`CUDA_BUILD_PYTHON` names the Python of an environment with that build; without it these tests are skipped, and
-`test_prediction.py` holds the committed record against the same budgets.
+`CUDA_BUILD_PYTHON` names the Python of an environment with that build; without it these tests are
+skipped, and `test_prediction.py` holds the committed record against the same budgets.
 """
 
 from __future__ import annotations
@@ -12,13 +12,22 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from budgets import BUDGETS, BYTEWISE, OPTIMIZER, SPECIALISATIONS, assert_one_graph_of_fp8_products, within
+from budgets import (
+    BUDGETS,
+    BYTEWISE,
+    OPTIMIZER,
+    SPECIALISATIONS,
+    assert_one_graph_of_fp8_products,
+    within,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("CUDA_BUILD_PYTHON")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="CUDA_BUILD_PYTHON names no Python with PyTorch's build for CUDA"),
+    pytest.mark.skipif(
+        not PYTHON, reason="CUDA_BUILD_PYTHON names no Python with PyTorch's build for CUDA"
+    ),
 ]
 
 
@@ -48,19 +57,25 @@ def test_compiled_layer_stays_within_budget(backend, tmp_path):
 
 def test_clamps_and_maxima_of_a_model_leave_no_nan_instruction_beside_fp8(tmp_path):
     """ReLU, clamps and a maximum of the model itself are compiled into kernels with FP8 results."""
-    result = answered("small_layers.py", "native:delayed", "9", "0", "clamps", cwd=tmp_path, folder="tests/ahead")
+    result = answered(
+        "small_layers.py", "native:delayed", "9", "0", "clamps", cwd=tmp_path, folder="tests/ahead"
+    )
     assert result["clamping"] >= 4 and not result["failures"]
     assert result["with_nan_instructions"] == 0
 
 
 @pytest.mark.parametrize("capability", ["9 0", "8 0"], ids=["Hopper", "A100"])
 def test_every_kernel_of_a_compiled_layer_compiles(capability, tmp_path):
-    """Include a layer with a single output and a row as gradient. Below 8.9, without E4M3 in Triton, products are
-    emulated."""
+    """Include a layer with a single output and a row as gradient. Below 8.9, without E4M3 in
+    Triton, products are emulated."""
     for backend in ("native:delayed", "native:rowwise"):
-        result = answered("small_layers.py", backend, *capability.split(), cwd=tmp_path, folder="tests/ahead")
+        result = answered(
+            "small_layers.py", backend, *capability.split(), cwd=tmp_path, folder="tests/ahead"
+        )
         assert result["kernels"] >= 12 and not result["failures"]
-        assert {dtype[:6] for dtype in result["products"]} == {"float8" if capability == "9 0" else "float3"}
+        assert {dtype[:6] for dtype in result["products"]} == {
+            "float8" if capability == "9 0" else "float3"
+        }
 
 
 def test_eager_layer_and_optimizer_stay_within_budget(tmp_path):
@@ -68,7 +83,10 @@ def test_eager_layer_and_optimizer_stay_within_budget(tmp_path):
     found = answered("eager_calls.py", "--backends", backends, "--levels", "O2", cwd=tmp_path)
     for backend, kernels in SPECIALISATIONS.items():
         calls, matrices = found["linear"][backend], found["quantize"][backend]
-        assert calls["launches"] <= BUDGETS[backend].launches and calls["operators"] <= BUDGETS[backend].operators
+        assert (
+            calls["launches"] <= BUDGETS[backend].launches
+            and calls["operators"] <= BUDGETS[backend].operators
+        )
         assert calls["synchronisations"] == 0
         assert sum(each["specialisations"] for each in matrices) <= kernels
         assert not any(each["stack"] for each in matrices)

@@ -1,4 +1,5 @@
-"""Check the committed predictions of a training step on a GPU, the rates of products and the arithmetic below them.
+"""Check the committed predictions of a training step on a GPU, the rates of products and the
+arithmetic below them.
 
 Budgets hold for the blind prediction: its kernels and bytes were counted in the same code.
 """
@@ -77,7 +78,9 @@ def test_step_sums_its_lines_and_ratios_follow(predicted):
         optimizer = result["optimizer"]
         of_an_element = optimizer and optimizer["of_an_element"]
         lines = whole_step.lines(result, 4, of_an_element, chip)
-        assert [line[:2] for line in lines] == [(line["what"], line["seconds"]) for line in result["lines"]]
+        assert [line[:2] for line in lines] == [
+            (line["what"], line["seconds"]) for line in result["lines"]
+        ]
         if predicted is BY_RATES:  # the sources of the blind one name assumed rates
             assert [line.source for line in lines] == [line["source"] for line in result["lines"]]
         assert sum(line.seconds for line in lines) == pytest.approx(result["seconds"])
@@ -89,7 +92,9 @@ def test_step_sums_its_lines_and_ratios_follow(predicted):
 
 def test_products_take_the_time_of_their_measured_rates():
     """The committed prediction sums each product by the curves."""
-    assert {name: pytest.approx(found) for name, found in rates.curves().items()} == BY_RATES["rates"]
+    assert {name: pytest.approx(found) for name, found in rates.curves().items()} == BY_RATES[
+        "rates"
+    ]
     for result in BY_RATES["results"]:
         for part in ("layer", "outside"):
             seconds = sum(roofline.of_product(Product(**each)) for each in result[part]["products"])
@@ -99,7 +104,9 @@ def test_products_take_the_time_of_their_measured_rates():
 def test_package_has_the_fitted_curves():
     for kind, fitted in rates.curves().items():
         assert package_rates.CURVES[kind] == pytest.approx(fitted, rel=1e-3)
-        assert package_rates.rate(kind, 8192, 4096, 4096) == pytest.approx(rates.rate(kind, 8192, 4096, 4096), rel=1e-3)
+        assert package_rates.rate(kind, 8192, 4096, 4096) == pytest.approx(
+            rates.rate(kind, 8192, 4096, 4096), rel=1e-3
+        )
 
 
 def test_rate_curves_predict_shapes_left_out_of_the_fit():
@@ -110,11 +117,17 @@ def test_rate_curves_predict_shapes_left_out_of_the_fit():
 
 
 def test_error_of_published_rates_stays_as_documented():
-    """Other Hopper machines miss the aim of 10 %: some are faster and some slower than the measured H200."""
+    """Other Hopper machines miss the aim of 10 %: some are faster and some slower than the measured
+    H200."""
     errors = [each.error for each in rates.published()]
     assert len(errors) == 16 and rates.median(errors) == pytest.approx(0.13, abs=0.005)
-    assert min(errors) == pytest.approx(-0.23, abs=0.005) and max(errors) == pytest.approx(0.21, abs=0.005)
-    assert all(line in rates.printed() for line in ("tilelang, H800", "TransformerEngine, H200 NVL", "12.9%"))
+    assert min(errors) == pytest.approx(-0.23, abs=0.005) and max(errors) == pytest.approx(
+        0.21, abs=0.005
+    )
+    assert all(
+        line in rates.printed()
+        for line in ("tilelang, H800", "TransformerEngine, H200 NVL", "12.9%")
+    )
 
 
 def test_copy_is_the_measured_one():
@@ -128,7 +141,10 @@ def test_fp32_results_and_row_scales_have_rates_of_their_own():
         product = Product("_scaled_mm", 8192, 4096, 4096, "float8_e4m3fn", "bfloat16", False)
         return roofline.of_product(product._replace(**settings)) - roofline.BETWEEN_KERNELS
 
-    measured = {kind: 2 * 8192 * 4096**2 / points[8192, 4096, 4096] for kind, points in rates.measured().items()}
+    measured = {
+        kind: 2 * 8192 * 4096**2 / points[8192, 4096, 4096]
+        for kind, points in rates.measured().items()
+    }
     found = {
         rates.BF16: seconds(dtype="bfloat16"),
         rates.FAST: seconds(fast_accumulation=True),
@@ -141,22 +157,34 @@ def test_fp32_results_and_row_scales_have_rates_of_their_own():
 
 
 def test_optimizer_cost_follows_stored_bytes():
-    """At O2, embedding, norms and a high-precision head keep FP32: 28 bytes an element instead of 11. The O2 kernel
-    takes the longer of its memory time and its instruction time."""
+    """At O2, embedding, norms and a high-precision head keep FP32: 28 bytes an element instead of
+    11. The O2 kernel takes the longer of its memory time and its instruction time."""
     chip = chip_of(RECORD)
     issued = chip.multiprocessors * chip.clock * roofline.ISSUED * roofline.LANES
     for name, result in RESULTS.items():
         seconds = next(line["seconds"] for line in result["lines"] if line["what"] == "optimizer")
-        cost = result["optimizer"]["of_an_element"] if result["optimizer"] else {"read": 0, "written": 0}
+        cost = (
+            result["optimizer"]["of_an_element"]
+            if result["optimizer"]
+            else {"read": 0, "written": 0}
+        )
         stored = result["stored"] if result["optimizer"] else 0
         plain = (result["parameters"] - stored) * 28.0 / (roofline.OF_A_COPY * chip.copy)
         moved = stored * (cost["read"] + cost["written"]) / (roofline.OF_A_COPY * chip.copy)
         assert seconds >= 0.999 * (plain + moved), name
-        assert seconds <= 1.1 * (plain + max(moved, stored * cost.get("instructions", 0) / issued)), name
+        assert seconds <= 1.1 * (
+            plain + max(moved, stored * cost.get("instructions", 0) / issued)
+        ), name
 
 
 def test_ratios_name_the_rule_of_native():
-    seconds = {"bf16": 4.0, "torchao": 3.0, "native:dynamic": 2.0, "native:delayed": 1.0, "msamp:O2": 0.5}
+    seconds = {
+        "bf16": 4.0,
+        "torchao": 3.0,
+        "native:dynamic": 2.0,
+        "native:delayed": 1.0,
+        "msamp:O2": 0.5,
+    }
     found = whole_step.ratios(seconds, {})
     assert found["native:dynamic / TorchAO, tokens a second"] == 1.5
     assert found["native:delayed / bf16, tokens a second"] == 4.0
@@ -167,7 +195,9 @@ def test_a_spec_has_fields_of_the_recipe():
     assert specs.split("native:dynamic") == ("native:dynamic", {})
     told = specs.split("native:delayed?amax_history_len=16&fp8_format=E4M3&kept=True")
     assert told == ("native:delayed", {"amax_history_len": 16, "fp8_format": "E4M3", "kept": True})
-    assert specs.level_of("te:delayed+msamp:O3") == "O3" and specs.level_of("native:dynamic") is None
+    assert (
+        specs.level_of("te:delayed+msamp:O3") == "O3" and specs.level_of("native:dynamic") is None
+    )
 
 
 def test_kernel_time_is_its_slowest_resource():
@@ -182,20 +212,26 @@ def test_kernel_time_is_its_slowest_resource():
 
 def test_traced_product_has_one_scale_or_one_a_row():
     def product(a, b, scale_a, scale_b):
-        return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return torch._scaled_mm(
+            a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
 
     codes = [torch.empty(size, 64, dtype=torch.float8_e4m3fn, device="meta") for size in (32, 48)]
     one, rows, columns = (torch.empty(size, device="meta") for size in ((), (32, 1), (1, 48)))
     for scales, rowwise in (((one, one), False), ((rows, columns), True)):
         graph = make_fx(product, tracing_mode="fake")(*codes, *scales)
         (found,), _ = matrix_work(graph)
-        assert found == Product("_scaled_mm", 32, 64, 48, "float8_e4m3fn", "bfloat16", True, rowwise)
+        assert found == Product(
+            "_scaled_mm", 32, 64, 48, "float8_e4m3fn", "bfloat16", True, rowwise
+        )
 
 
 def test_recorded_products_take_every_argument_of_the_package():
     """Callers pass some by position: a head with a fused loss names the sums."""
     recorder = outside.Recorder._scaled_product
-    assert [*inspect.signature(recorder).parameters][1:] == [*inspect.signature(scaled_product).parameters]
+    assert [*inspect.signature(recorder).parameters][1:] == [
+        *inspect.signature(scaled_product).parameters
+    ]
 
 
 def operations(text: str) -> list[Operation]:
@@ -213,17 +249,30 @@ def test_loop_counts_wide_path_not_masked_path():
     masked = ["LDG.E.U8 R2"] * 4 + ["FADD R2"]
     wide = ["LDG.E R2", "FADD R2", "FMUL R2"]
     before = ["MOV R1", "@P0 BRA 0x80"]  # to the wide way
-    code = Code(32, 0, 0, 128, operations("\n".join([*before, *masked, "BRA 0xb0", *wide, "@P1 BRA 0x0", "EXIT"])))
+    code = Code(
+        32,
+        0,
+        0,
+        128,
+        operations("\n".join([*before, *masked, "BRA 0xb0", *wide, "@P1 BRA 0x0", "EXIT"])),
+    )
     assert [each.kind for each in fast_path(code)] == ["MOV", "BRA", "LDG", "FADD", "FMUL", "BRA"]
     assert fast_path(Code(32, 0, 0, 128, operations("LDG.E R2\nEXIT"))) == []
 
 
 def test_table_pairs_predicted_and_measured():
     predicted = {
-        "results": [{"backend": name, "tokens_per_second": rate} for name, rate in (("bf16", 100), ("torchao", 120))]
+        "results": [
+            {"backend": name, "tokens_per_second": rate}
+            for name, rate in (("bf16", 100), ("torchao", 120))
+        ]
     }
     rates = {"bf16": 80, "ao:tensorwise": 120, "te:delayed": 100}
-    measured = {"results": [{"backend": k, "form": "compiled", "tokens_per_second": v} for k, v in rates.items()]}
+    measured = {
+        "results": [
+            {"backend": k, "form": "compiled", "tokens_per_second": v} for k, v in rates.items()
+        ]
+    }
     assert beside.rows(predicted, measured) == [
         ["bf16", 100, 80, "1.00", "1.00", "0.80"],
         ["torchao", 120, "-", "1.20", "-", "-"],

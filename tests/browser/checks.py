@@ -57,13 +57,17 @@ class Tab:
         self.driver = driver
 
     def faults(self, page: Path, width: int, scheme: str) -> list[str]:
-        """Return the faults of a page in a window so many pixels wide, in the `light` or `dark` scheme."""
+        """Return the faults of a page in a window so many pixels wide, in the `light` or `dark`
+        scheme."""
         run = self.driver.execute_cdp_cmd
         run(
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
         )
-        run("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+        run(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+        )
         for kind in ("browser", "performance"):
             self.driver.get_log(kind)  # of the page before
         self.driver.get(page.resolve().as_uri())
@@ -74,20 +78,37 @@ class Tab:
         if (contrast := (max(ground, ink) + 0.05) / (min(ground, ink) + 0.05)) < 4.5:
             found.append(f"has texts with a contrast of {contrast:.1f}")
         found += [
-            f"fails: {entry['message']}" for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"
+            f"fails: {entry['message']}"
+            for entry in self.driver.get_log("browser")
+            if entry["level"] == "SEVERE"
         ]
-        return found + [f"asks another host: {url}" for url in self._requests() if not url.startswith(HERE)]
+        return found + [
+            f"asks another host: {url}" for url in self._requests() if not url.startswith(HERE)
+        ]
 
     def charts(self) -> int:
         """Return the number of drawings on the open page."""
-        return self.driver.execute_script("return document.querySelectorAll('svg[role=img]').length")
+        return self.driver.execute_script(
+            "return document.querySelectorAll('svg[role=img]').length"
+        )
 
     def _requests(self) -> list[str]:
-        events = (json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance"))
-        return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        events = (
+            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
+        )
+        return [
+            event["params"]["request"]["url"]
+            for event in events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
 
 
 def luminance(color: list[float]) -> float:
     """Return the relative luminance of (red, green, blue) of 0 to 255 (WCAG)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (value / 255 for value in color[:3])]
-    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (value / 255 for value in color[:3])
+    ]
+    return sum(
+        weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)
+    )

@@ -43,21 +43,32 @@ def tab():
 
 @pytest.fixture(scope="session")
 def reports(tmp_path_factory):
-    """Return a folder with the pages of `compare` and `monitor`, of committed records; `hard` ones have long names,
-    more columns, failed checks and values that are not finite."""
+    """Return a folder with the pages of `compare` and `monitor`, of committed records; `hard` ones
+    have long names, more columns, failed checks and values that are not finite."""
     folder = tmp_path_factory.mktemp("reports")
     record = json.loads((RESULTS / "comparison_cpu_avx2.json").read_text(encoding="utf-8"))
     samples = (RESULTS / "monitor_sample.jsonl").read_text(encoding="utf-8").splitlines()
-    for name, results, lines in (("", record, samples), ("_hard", hard_comparison(record), hard_samples(samples))):
+    for name, results, lines in (
+        ("", record, samples),
+        ("_hard", hard_comparison(record), hard_samples(samples)),
+    ):
         (folder / f"compare{name}.html").write_text(render(results), encoding="utf-8")
         (folder / "samples.jsonl").write_text("\n".join(lines), encoding="utf-8")
-        main(["monitor", str(folder / "samples.jsonl"), "--out", str(folder / f"monitor{name}.html")])
+        main(
+            ["monitor", str(folder / "samples.jsonl"), "--out", str(folder / f"monitor{name}.html")]
+        )
     return folder
 
 
 def hard_comparison(record: dict) -> dict:
     record = copy.deepcopy(record)
-    names = "native:blockwise+msamp:O2", "te:delayed+msamp:O2", "ao:rowwise_with_gw_hp", "msamp:O3", "te:mxfp8"
+    names = (
+        "native:blockwise+msamp:O2",
+        "te:delayed+msamp:O2",
+        "ao:rowwise_with_gw_hp",
+        "msamp:O3",
+        "te:mxfp8",
+    )
     for number, name in enumerate(names):
         report = record["backends"][name] = copy.deepcopy(record["backends"]["msamp:O2"])
         for run in report["runs"]:
@@ -73,9 +84,14 @@ def hard_samples(lines: list[str]) -> list[str]:
     records = [json.loads(line) for line in lines]
     for record in records:
         tensors = record["tensors"].values()
-        names = (f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_A.default" for n in (0, 17, 131))
+        names = (
+            f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_A.default"
+            for n in (0, 17, 131)
+        )
         record["tensors"] = dict(zip(names, tensors, strict=True))
-        record["not_seen"] = ["base_model.model.model.layers.131.mlp.experts.127.down_proj.lora_B.default"]
+        record["not_seen"] = [
+            "base_model.model.model.layers.131.mlp.experts.127.down_proj.lora_B.default"
+        ]
     return [json.dumps(record) for record in records]
 
 
@@ -83,7 +99,16 @@ def hard_samples(lines: list[str]) -> list[str]:
 def site(tmp_path_factory):
     """Build the guides, and return their folder."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-d", str(folder / "doctrees"), str(GUIDES), str(folder / "html")]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-d",
+        str(folder / "doctrees"),
+        str(GUIDES),
+        str(folder / "html"),
+    ]
     subprocess.run(command, check=True)
     return folder / "html"
 
@@ -92,7 +117,10 @@ def site(tmp_path_factory):
 def widest(site):
     """Return the page of the guide with the widest table."""
     rules = {
-        path: max(map(len, re.findall(r"^=+(?:  =+)+$", path.read_text(encoding="utf-8"), re.M)), default=0)
+        path: max(
+            map(len, re.findall(r"^=+(?:  =+)+$", path.read_text(encoding="utf-8"), re.M)),
+            default=0,
+        )
         for path in GUIDES.glob("*.rst")
     }
     return site / max(rules, key=rules.get).with_suffix(".html").name

@@ -8,7 +8,19 @@ import pytest
 import reference
 import torch
 from expert_families import build
-from tiny_checkpoints import IDS, config_of, llama, load, logits, same_bits, stored, train, trained, values, values_of
+from tiny_checkpoints import (
+    IDS,
+    config_of,
+    llama,
+    load,
+    logits,
+    same_bits,
+    stored,
+    train,
+    trained,
+    values,
+    values_of,
+)
 from torch import nn
 
 import fp8_backends
@@ -25,7 +37,8 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 
 
 def with_fp8_linear(model: nn.Module, block=(128, 128)) -> nn.Module:
-    """A copy as transformers loads it on a GPU: its Linear layers are `FP8Linear`, with random scales."""
+    """A copy as transformers loads it on a GPU: its Linear layers are `FP8Linear`, with random
+    scales."""
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 
@@ -46,15 +59,27 @@ def with_fp8_linear(model: nn.Module, block=(128, 128)) -> nn.Module:
 def test_fp8_linear_becomes_plain_and_trains(block):
     quantized = with_fp8_linear(llama(hidden=192, inner=320), block)
     layer = quantized.model.layers[1].mlp.up_proj
-    held = {"weight": layer.weight, "codes": layer.weight.detach().clone(), "scales": layer.weight_scale_inv.detach()}
-    with pytest.raises(RecipeError, match=r"0.self_attn.q_proj and 13 more: .* would never train.*dequantize\(model\)"):
+    held = {
+        "weight": layer.weight,
+        "codes": layer.weight.detach().clone(),
+        "scales": layer.weight_scale_inv.detach(),
+    }
+    with pytest.raises(
+        RecipeError,
+        match=r"0.self_attn.q_proj and 13 more: .* would never train.*dequantize\(model\)",
+    ):
         fp8_backends.prepare(quantized, None, "native:dynamic")
     names = fp8_backends.checkpoints.dequantize(quantized)
     assert len(names) == 14 and "model.layers.1.mlp.up_proj" in names
     assert quantized.model.layers[1].mlp.up_proj is layer and layer.weight is held["weight"]
     assert type(layer) is nn.Linear and layer.__dict__.keys() == nn.Linear(1, 1).__dict__.keys()
-    assert torch.equal(layer.weight, values(held["codes"], held["scales"])) and layer.weight.dtype == torch.float32
-    assert [name for name, _ in quantized.named_parameters()] == [name for name, _ in llama().named_parameters()]
+    assert (
+        torch.equal(layer.weight, values(held["codes"], held["scales"]))
+        and layer.weight.dtype == torch.float32
+    )
+    assert [name for name, _ in quantized.named_parameters()] == [
+        name for name, _ in llama().named_parameters()
+    ]
     assert fp8_backends.checkpoints.dequantize(quantized) == []
     losses = train(quantized, "msamp:O3", 3)
     assert losses[2] < losses[0] and len(fp8_backends.audit(quantized).products) == 14
@@ -77,13 +102,22 @@ def test_frozen_fp8_linear_is_reported_as_foreign():
     recipe = fp8_backends.NativeRecipeKwargs(include=["lm_head"])
     fp8_backends.prepare(quantized, None, recipe)
     audit = fp8_backends.audit(quantized)
-    assert len(audit.foreign_fp8) == 14 and not audit.high_precision and list(audit.products) == ["lm_head"]
-    assert all(reason.startswith("FP8Linear of transformers") for reason in audit.foreign_fp8.values())
+    assert (
+        len(audit.foreign_fp8) == 14
+        and not audit.high_precision
+        and list(audit.products) == ["lm_head"]
+    )
+    assert all(
+        reason.startswith("FP8Linear of transformers") for reason in audit.foreign_fp8.values()
+    )
     assert "in FP8 of others" in str(audit) and "in high precision" not in str(audit)
     ((_, root, prepared),) = prepared_roots(quantized)
     line = proof.proof_line(root, prepared, count_products(root, prepared))
     assert "0/1 Linear (beside 14 FP8Linear of transformers)" in line
-    assert not fp8_backends.audit(with_fp8_linear(llama())).high_precision.keys() & audit.foreign_fp8.keys()
+    assert (
+        not fp8_backends.audit(with_fp8_linear(llama())).high_precision.keys()
+        & audit.foreign_fp8.keys()
+    )
 
 
 FROZEN = {"scaling": "blockwise", "fp8_params": True}
@@ -97,7 +131,9 @@ def with_lora(model: nn.Module) -> nn.Module:
 
 def codes_in(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Codes and scales of the frozen layers below adapters, by the name without them."""
-    layers = ((name, layer) for name, layer in model.named_modules() if name.endswith(".base_layer"))
+    layers = (
+        (name, layer) for name, layer in model.named_modules() if name.endswith(".base_layer")
+    )
     weights = {name.removesuffix(".base_layer"): layer.weight for name, layer in layers}
     assert all(type(weight).__name__ == "BlockCodes" for weight in weights.values())
     return {name: (weight.codes, weight.scale_inv) for name, weight in weights.items()}
@@ -107,7 +143,10 @@ def codes_in(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def test_adapters_train_over_bit_identical_codes(sizes):
     quantized = with_fp8_linear(llama(*sizes))
     before = {
-        f"base_model.model.{name}": (layer.weight.detach().clone(), layer.weight_scale_inv.detach().clone())
+        f"base_model.model.{name}": (
+            layer.weight.detach().clone(),
+            layer.weight_scale_inv.detach().clone(),
+        )
         for name, layer in quantized.named_modules()
         if type(layer).__name__ == "FP8Linear"
     }
@@ -121,7 +160,9 @@ def test_adapters_train_over_bit_identical_codes(sizes):
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     found = codes_in(model)
     assert found.keys() == before.keys()
-    assert all(same_bits(a, b) for name in before for a, b in zip(found[name], before[name], strict=True))
+    assert all(
+        same_bits(a, b) for name in before for a, b in zip(found[name], before[name], strict=True)
+    )
     state, plain = model.state_dict(), logits_of(model)
     assert {type(value) for value in state.values()} == {torch.Tensor}
     with pytest.raises(FP8BackendError, match=r"restore\(model\) makes weights plain, to merge"):
@@ -132,7 +173,8 @@ def test_adapters_train_over_bit_identical_codes(sizes):
 
 
 def test_products_of_codes_match_products_of_values():
-    """Compare with FP64 over reference codes: equal up to FP32 sums, and one bf16 rounding for bf16 products."""
+    """Compare with FP64 over reference codes: equal up to FP32 sums, and one bf16 rounding for bf16
+    products."""
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
     torch.manual_seed(0)
@@ -143,11 +185,16 @@ def test_products_of_codes_match_products_of_values():
     model = nn.Sequential(layer).requires_grad_(False)
     fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(**FROZEN))
     for dtype, bound in ((torch.float32, 2**-20), (torch.bfloat16, 2**-7)):
-        x, dy = torch.randn(5, 300, dtype=dtype, requires_grad=True), torch.randn(5, 200, dtype=dtype)
+        x, dy = (
+            torch.randn(5, 300, dtype=dtype, requires_grad=True),
+            torch.randn(5, 200, dtype=dtype),
+        )
         y = model(x)
         y.backward(dy)
         x8, dy8 = (
-            reference.dequantize_blocks(*reference.quantize_blocks(each.detach(), E4M3, 1, 128), 1, 128).double()
+            reference.dequantize_blocks(
+                *reference.quantize_blocks(each.detach(), E4M3, 1, 128), 1, 128
+            ).double()
             for each in (x, dy)
         )
         assert ((y - x8 @ weight.t()).abs() <= bound * (x8.abs() @ weight.abs().t())).all()
@@ -164,7 +211,9 @@ def test_compressed_tensors_codes_stay(tmp_path):
     assert losses[2] < losses[0] and len(found) == 14
     for name, (codes, scales) in found.items():
         own = name.removeprefix("base_model.model.")
-        assert same_bits(codes, tensors[f"{own}.weight"]) and torch.equal(scales, tensors[f"{own}.weight_scale"])
+        assert same_bits(codes, tensors[f"{own}.weight"]) and torch.equal(
+            scales, tensors[f"{own}.weight_scale"]
+        )
 
 
 def test_unsupported_code_layers_are_refused_with_fix():
@@ -172,20 +221,29 @@ def test_unsupported_code_layers_are_refused_with_fix():
 
     quantized = with_fp8_linear(llama())
     quantized.model.layers[0].mlp.up_proj.weight_scale_inv = nn.Parameter(torch.ones(5, 5))
-    with pytest.raises(FP8BackendError, match=r"up_proj, FP8Linear.*\(5, 5\) do not go with.*FineGrainedFP8Config"):
+    with pytest.raises(
+        FP8BackendError, match=r"up_proj, FP8Linear.*\(5, 5\) do not go with.*FineGrainedFP8Config"
+    ):
         fp8_backends.checkpoints.dequantize(quantized)
-    assert type(quantized.model.layers[0].self_attn.q_proj).__name__ == "FP8Linear", "nothing has changed"
+    assert type(quantized.model.layers[0].self_attn.q_proj).__name__ == "FP8Linear", (
+        "nothing has changed"
+    )
     experts = FP8Experts.__new__(FP8Experts)
     nn.Module.__init__(experts)
-    experts.gate_up_proj = nn.Parameter(torch.zeros(2, 4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    experts.gate_up_proj = nn.Parameter(
+        torch.zeros(2, 4, 4).to(torch.float8_e4m3fn), requires_grad=False
+    )
     with pytest.raises(FP8BackendError, match="FP8Experts of transformers.*dequantize=True"):
         fp8_backends.checkpoints.dequantize(nn.Sequential(experts))
-    with pytest.raises(FP8BackendError, match=r"call\s+fp8_backends.checkpoints.dequantize\(model\) before prepare"):
+    with pytest.raises(
+        FP8BackendError, match=r"call\s+fp8_backends.checkpoints.dequantize\(model\) before prepare"
+    ):
         fp8_backends.checkpoints.export(quantized, "nowhere")
 
 
 def test_models_dequantized_by_transformers_are_saved_plain(tmp_path):
-    """Without a GPU it dequantizes while loading, and `save_pretrained` would write unannounced codes."""
+    """Without a GPU it dequantizes while loading, and `save_pretrained` would write unannounced
+    codes."""
     fp8_backends.checkpoints.export(trained("native:blockwise"), tmp_path / "fp8")
     for name, made_plain in (
         ("prepared", lambda model: fp8_backends.prepare(model, None, "native:dynamic")),
@@ -197,7 +255,9 @@ def test_models_dequantized_by_transformers_are_saved_plain(tmp_path):
         assert {tensor.dtype for tensor in stored(tmp_path / name).values()} == {torch.float32}
         assert "quantization_config" not in config_of(tmp_path / name)
         again = type(model).from_pretrained(tmp_path / name)
-        assert all(torch.equal(again.state_dict()[key], value) for key, value in model.state_dict().items())
+        assert all(
+            torch.equal(again.state_dict()[key], value) for key, value in model.state_dict().items()
+        )
 
 
 @pytest.fixture
@@ -205,17 +265,23 @@ def loads_codes(monkeypatch):
     """Pretend a GPU with FP8 products: transformers needs one to load `FP8Linear`."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spec", "sizes"), [("native:blockwise", (256, 384)), ("msamp:O3", (192, 320))])
+@pytest.mark.parametrize(
+    ("spec", "sizes"), [("native:blockwise", (256, 384)), ("msamp:O3", (192, 320))]
+)
 def test_gpu_loads_identical_codes_and_values(spec, sizes, loads_codes, tmp_path):
     hidden, inner = sizes
     result = fp8_backends.checkpoints.export(trained(spec, hidden=hidden, inner=inner), tmp_path)
     model, report = type(llama()).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
-    layers = {name: layer for name, layer in model.named_modules() if type(layer).__name__ == "FP8Linear"}
+    layers = {
+        name: layer for name, layer in model.named_modules() if type(layer).__name__ == "FP8Linear"
+    }
     assert list(layers) == result.exact and type(model.lm_head) is nn.Linear
     tensors = stored(tmp_path)
     for name, layer in layers.items():
@@ -236,7 +302,9 @@ def test_a_gpu_loads_plain_experts(loads_codes, tmp_path):
     result = fp8_backends.checkpoints.export(model, tmp_path)
     loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
-    assert type(loaded.model.layers[0].mlp.experts) is type(build("mixtral").model.layers[0].mlp.experts)
+    assert type(loaded.model.layers[0].mlp.experts) is type(
+        build("mixtral").model.layers[0].mlp.experts
+    )
     assert fp8_backends.checkpoints.dequantize(loaded) == result.exact
 
 
@@ -248,8 +316,12 @@ def test_layers_of_compressed_tensors_become_plain_and_train(spec, tmp_path):
     with pytest.raises(RecipeError, match="13 more: .* would never train"):
         fp8_backends.prepare(model, None, "native:dynamic")
     assert fp8_backends.checkpoints.dequantize(model) == result.exact
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
     assert torch.equal(logits(model), logits(plain)), "its activations are not rounded any more"
     losses = train(model.train(), spec, 3)
     assert losses[2] < losses[0] and not model.is_quantized
@@ -262,5 +334,8 @@ def test_layers_decompressed_by_compressed_tensors_stay(tmp_path):
     fp8_backends.checkpoints.export(trained("msamp:O3"), tmp_path, "compressed-tensors")
     model = load(tmp_path, None)
     logits(model)
-    with pytest.raises(FP8BackendError, match="decompressed it in a forward, and frozen it; load the checkpoint with"):
+    with pytest.raises(
+        FP8BackendError,
+        match="decompressed it in a forward, and frozen it; load the checkpoint with",
+    ):
         fp8_backends.checkpoints.dequantize(model)

@@ -1,4 +1,5 @@
-"""`fp8_backends.checkpoints.export`: the codes of training, in checkpoints for stock transformers."""
+"""`fp8_backends.checkpoints.export`: the codes of training, in checkpoints for stock
+transformers."""
 
 from __future__ import annotations
 
@@ -36,14 +37,17 @@ BOTH = list(SCALES)
 
 @pytest.fixture
 def multiplied(monkeypatch):
-    """Return a function to run a training forward and collect each layer's codes in fprop: (codes, scale_inv)."""
+    """Return a function to run a training forward and collect each layer's codes in fprop: (codes,
+    scale_inv)."""
 
     def run(model):
         found, running = {}, []
         fprop = linear._fprop
 
         def recorded(rule, x8, w8, weight, out_dtype):
-            found[running[-1]] = (weight.data, weight.scale_inv) if w8.codes is None else (w8.codes, w8.scale_inv)
+            found[running[-1]] = (
+                (weight.data, weight.scale_inv) if w8.codes is None else (w8.codes, w8.scale_inv)
+            )
             return fprop(rule, x8, w8, weight, out_dtype)
 
         monkeypatch.setattr(linear, "_fprop", recorded)
@@ -93,7 +97,10 @@ def test_stock_transformers_computes_with_exported_values(format, tmp_path):
     fp8_backends.checkpoints.export(model, tmp_path, format)
     loaded = load(tmp_path, format)
     written = values_of(stored(tmp_path), SCALES[format])
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight and "lm_head.weight" not in written
+    assert (
+        loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        and "lm_head.weight" not in written
+    )
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in written.items())
     # our FP8 products and stock products of the same values differ by the activations' loss in E4M3
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -118,7 +125,9 @@ def test_loaded_checkpoint_trains_and_reexports_bitwise(spec, format, tmp_path):
     fp8_backends.prepare(again, None, spec)
     fp8_backends.checkpoints.export(again, tmp_path / "second", format)
     first, second = stored(tmp_path / "first"), stored(tmp_path / "second")
-    assert first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)
+    assert first.keys() == second.keys() and all(
+        same_bits(first[name], second[name]) for name in first
+    )
     assert config_of(tmp_path / "first") == config_of(tmp_path / "second")
     went_on = train(again.train(), spec, 3)
     assert went_on[0] == loss_of(model).item(), "equal codes multiply to equal bits"
@@ -126,7 +135,8 @@ def test_loaded_checkpoint_trains_and_reexports_bitwise(spec, format, tmp_path):
 
 
 def test_block_with_largest_code_224_reexports_same_values(tmp_path):
-    """Loaded, its largest value is 448 of half the scale: the next export has codes twice as large."""
+    """Loaded, its largest value is 448 of half the scale: the next export has codes twice as
+    large."""
     model = llama()
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[:128, :128].clamp_(-0.05, 0.05)[0, 0] = 225 / 4096
@@ -138,7 +148,10 @@ def test_block_with_largest_code_224_reexports_same_values(tmp_path):
     first, second, third = (stored(tmp_path / folder) for folder in ("first", "second", "third"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert first[name][0, 0] == 224 and second[name][0, 0] == 448
-    assert torch.equal(values_of(first, SCALES["finegrained_fp8"])[name], values_of(second, "weight_scale_inv")[name])
+    assert torch.equal(
+        values_of(first, SCALES["finegrained_fp8"])[name],
+        values_of(second, "weight_scale_inv")[name],
+    )
     assert all(same_bits(second[each], third[each]) for each in second)
 
 
@@ -156,7 +169,10 @@ def test_sizes_not_divisible_by_128_export(spec, format, exact, rounded, tmp_pat
     result = fp8_backends.checkpoints.export(model, tmp_path, format)
     assert {name.rpartition(".")[2] for name in result.exact} == exact
     assert {name.rpartition(".")[2] for name in result.rounded} == rounded
-    assert {name.rpartition(".")[2] for name in result.high_precision} == {*LAYERS, "lm_head"} - exact - rounded
+    assert {name.rpartition(".")[2] for name in result.high_precision} == {
+        *LAYERS,
+        "lm_head",
+    } - exact - rounded
     written = values_of(stored(tmp_path), SCALES[format])
     loaded = load(tmp_path, format).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in written.items())
@@ -188,7 +204,8 @@ def test_codes_of_other_rules_are_recast_with_notice(spec, tmp_path, capsys):
     written = values_of(stored(tmp_path), SCALES["finegrained_fp8"])
     for name in result.rounded:
         weight = model.state_dict()[f"{name}.weight"]
-        # half a unit in the last of E4M3's three bits, or of its smallest numbers, 2**-10 of a scale
+        # half a unit in the last of E4M3's three bits, or of its smallest numbers, 2**-10 of a
+        # scale
         bound = weight.abs() / 16 + weight.abs().max() * 2**-17
         assert ((written[f"{name}.weight"] - weight).abs() <= bound).all()
 
@@ -200,24 +217,35 @@ def test_excluded_layers_stay_unchanged_and_large_files_are_split(tmp_path):
     result = fp8_backends.checkpoints.export(model, tmp_path, max_shard_size="300KB")
     assert result.high_precision["model.layers.0.mlp.up_proj"].startswith("left out by exclude")
     assert (tmp_path / "model.safetensors.index.json").exists() and len(result.exact) == 11
-    assert "model.layers.0.mlp.up_proj" in config_of(tmp_path)["quantization_config"]["modules_to_not_convert"]
+    assert (
+        "model.layers.0.mlp.up_proj"
+        in config_of(tmp_path)["quantization_config"]["modules_to_not_convert"]
+    )
     loaded = load(tmp_path)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-    assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
+    assert torch.equal(
+        loaded.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight
+    )
 
 
 def test_weight_tied_to_embedding_stays_unchanged(tmp_path):
     model = llama()
-    fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(scaling="blockwise", include=["*"]))
+    fp8_backends.prepare(
+        model, None, fp8_backends.NativeRecipeKwargs(scaling="blockwise", include=["*"])
+    )
     result = fp8_backends.checkpoints.export(model, tmp_path)
-    assert result.high_precision == {"lm_head": "its weight is that of model.embed_tokens.weight too"}
+    assert result.high_precision == {
+        "lm_head": "its weight is that of model.embed_tokens.weight too"
+    }
     assert torch.equal(load(tmp_path).lm_head.weight, model.lm_head.weight)
 
 
 def test_suffix_names_are_distinguished():
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    config = exporting.FORMATS["finegrained_fp8"].config("block", ["proj", "head"], ["layers.0.up_proj"])
+    config = exporting.FORMATS["finegrained_fp8"].config(
+        "block", ["proj", "head"], ["layers.0.up_proj"]
+    )
     left = config["modules_to_not_convert"]
     assert not should_convert_module("proj", left) and not should_convert_module("head", left)
     assert should_convert_module("layers.0.up_proj", left)
@@ -227,9 +255,14 @@ def test_experts_stay_unchanged_and_load(tmp_path):
     model = build("mixtral")
     fp8_backends.prepare(model, None, "native:dynamic")
     result = fp8_backends.checkpoints.export(model, tmp_path)
-    assert result.high_precision["model.layers.0.mlp.experts.down_proj"].startswith("the weights of experts")
+    assert result.high_precision["model.layers.0.mlp.experts.down_proj"].startswith(
+        "the weights of experts"
+    )
     assert any(name.endswith("q_proj") for name in result.exact)
-    assert "model.layers.0.mlp.experts" in config_of(tmp_path)["quantization_config"]["modules_to_not_convert"]
+    assert (
+        "model.layers.0.mlp.experts"
+        in config_of(tmp_path)["quantization_config"]["modules_to_not_convert"]
+    )
     loaded = load(tmp_path)
     assert torch.equal(
         loaded.state_dict()["model.layers.0.mlp.experts.down_proj"],
@@ -246,7 +279,9 @@ def test_unsupported_models_are_refused_with_a_fix(tmp_path):
 
     assert 'prepare(model, None, "native:blockwise") comes first' in refused(llama())
     plain = nn.Sequential(nn.Linear(128, 128))
-    assert "Sequential is no transformers model" in refused(fp8_backends.prepare(plain, None, "native")[0])
+    assert "Sequential is no transformers model" in refused(
+        fp8_backends.prepare(plain, None, "native")[0]
+    )
     model = llama()
     fp8_backends.prepare(model, None, "native:blockwise")
     assert "there are finegrained_fp8, compressed-tensors" in refused(model, "fp8")
@@ -255,7 +290,9 @@ def test_unsupported_models_are_refused_with_a_fix(tmp_path):
         broken.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
     assert "model.layers.1.mlp.up_proj: its weight is not finite" in refused(broken)
     odd = llama(hidden=136, inner=129)
-    fp8_backends.prepare(odd, None, fp8_backends.NativeRecipeKwargs(scaling="blockwise", include=["up_proj"]))
+    fp8_backends.prepare(
+        odd, None, fp8_backends.NativeRecipeKwargs(scaling="blockwise", include=["up_proj"])
+    )
     odd.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1e3
     odd.model.layers[1].mlp.up_proj.weight.data[0, 0] = 1e3
     assert "can hold no weight of this model in FP8" in refused(odd)

@@ -21,7 +21,9 @@ def checkpoint(folder: Path, step: int = 1, sealed: bool = True) -> Path:
     (folder / "part").mkdir(parents=True)
     for name in ("random_states_0.pkl", "model.safetensors", "part/__0_0.distcp"):
         (folder / name).write_bytes(name.encode() * 100 + bytes([step]))
-    (folder / "fp8_backend.json").write_text(json.dumps({"format": 1, "manifest": "fp8_manifest.json"}))
+    (folder / "fp8_backend.json").write_text(
+        json.dumps({"format": 1, "manifest": "fp8_manifest.json"})
+    )
     if sealed:
         files = {name: manifest.digest(folder / name) for name in manifest.files_of(folder)}
         manifest.write(folder, files, RECIPE, step, world_size=2)
@@ -32,7 +34,10 @@ def test_a_manifest_describes_a_save(tmp_path):
     record = manifest.condition(checkpoint(tmp_path / "a", step=7)).manifest
     assert (record["backend"], record["step"], record["world_size"]) == ("native:delayed", 7, 2)
     assert record["recipe"]["amax_history_len"] == RECIPE.amax_history_len
-    assert set(record["files"]) == set(manifest.files_of(tmp_path / "a")) and "part/__0_0.distcp" in record["files"]
+    assert (
+        set(record["files"]) == set(manifest.files_of(tmp_path / "a"))
+        and "part/__0_0.distcp" in record["files"]
+    )
     assert {"fp8-backends", "torch", "accelerate", "python"} == set(record["versions"])
 
 
@@ -41,13 +46,29 @@ def test_a_manifest_describes_a_save(tmp_path):
     [
         (lambda file: None, "whole", ""),
         (lambda file: file.unlink(), "damaged", "part/__0_0.distcp is missing"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "damaged", "1,700 bytes in place of 1,701"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"\0"), "damaged", "part/__0_0.distcp has other cont"),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:-1]),
+            "damaged",
+            "1,700 bytes in place of 1,701",
+        ),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:-1] + b"\0"),
+            "damaged",
+            "part/__0_0.distcp has other cont",
+        ),
         (lambda file: (file.parents[1] / manifest.NAME).unlink(), "incomplete", manifest.NAME),
         (lambda file: (file.parents[1] / manifest.NAME).write_text("{"), "damaged", manifest.NAME),
         (lambda file: (file.parents[1] / manifest.NAME).write_text("[]"), "damaged", manifest.NAME),
-        (lambda file: rewrite(file.parents[1], '"step": 1', '"step": 2'), "damaged", "its own checksum"),
-        (lambda file: rewrite(file.parents[1], '"format": 1', '"format": 9'), "foreign", "format 9"),
+        (
+            lambda file: rewrite(file.parents[1], '"step": 1', '"step": 2'),
+            "damaged",
+            "its own checksum",
+        ),
+        (
+            lambda file: rewrite(file.parents[1], '"format": 1', '"format": 9'),
+            "foreign",
+            "format 9",
+        ),
         (lambda file: (file.parents[1] / "my_notes.txt").write_text("mine"), "whole", ""),
     ],
 )
@@ -66,7 +87,9 @@ def rewrite(folder: Path, old: str, new: str) -> None:
 def test_foreign_weights_preferred_by_accelerate_are_refused(tmp_path):
     folder = checkpoint(tmp_path / "a", sealed=False)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    manifest.write(folder, {n: manifest.digest(folder / n) for n in manifest.files_of(folder)}, RECIPE, 1, 1)
+    manifest.write(
+        folder, {n: manifest.digest(folder / n) for n in manifest.files_of(folder)}, RECIPE, 1, 1
+    )
     assert manifest.condition(folder).word == "whole"
     (folder / "model.safetensors").touch()
     assert manifest.condition(folder).detail.startswith("model.safetensors is no part of it")
@@ -90,11 +113,15 @@ def test_newest_whole_checkpoint_is_found_and_skips_are_reported(tmp_path, caplo
         checkpoint(tmp_path / f"checkpoint-{step}", step)
     os.symlink(tmp_path / "checkpoint-10", tmp_path / "latest")
     assert fp8_backends.checkpoints.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path / "checkpoint-2") == str(tmp_path / "checkpoint-2")
+    assert fp8_backends.checkpoints.newest_checkpoint(tmp_path / "checkpoint-2") == str(
+        tmp_path / "checkpoint-2"
+    )
     (tmp_path / "checkpoint-10" / "model.safetensors").write_bytes(b"")
     checkpoint(tmp_path / "checkpoint-11", sealed=False)
     with caplog.at_level(logging.WARNING, "fp8_backends"):
-        assert fp8_backends.checkpoints.newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9")
+        assert fp8_backends.checkpoints.newest_checkpoint(str(tmp_path)) == str(
+            tmp_path / "checkpoint-9"
+        )
     assert [record.args[0].name for record in caplog.records] == ["checkpoint-11", "checkpoint-10"]
     assert "model.safetensors" in caplog.text
 
@@ -170,7 +197,10 @@ def test_malformed_manifest_is_damaged(key, value, tmp_path):
     folder = checkpoint(tmp_path / "checkpoint_1", 1)
     rewritten(folder, **{key: value})
     found = manifest.condition(folder)
-    assert (found.word, found.manifest) == ("damaged", None) and "does not hold what a manifest" in found.detail
+    assert (found.word, found.manifest) == (
+        "damaged",
+        None,
+    ) and "does not hold what a manifest" in found.detail
 
 
 def test_pipe_as_manifest_is_damaged(tmp_path):

@@ -8,7 +8,10 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
@@ -25,7 +28,8 @@ def new_run(backend: str, seed: int = 0) -> tuple:
 
 
 def train(model, optimizer, seeds) -> list[tuple[float, float]]:
-    """Return the loss and the largest gradient of the first layer in each step, too small for scale 1."""
+    """Return the loss and the largest gradient of the first layer in each step, too small for scale
+    1."""
     seen = []
     for seed in seeds:
         x = torch.randn(16, model[0].in_features, generator=torch.Generator().manual_seed(seed))
@@ -45,7 +49,9 @@ def saved_run(backend: str) -> tuple:
     return *saved, train(model, optimizer, range(4, 8))
 
 
-@pytest.mark.parametrize("backend", ["native:delayed", "native:window", "msamp:O2", "native:delayed+msamp:O4"])
+@pytest.mark.parametrize(
+    "backend", ["native:delayed", "native:window", "msamp:O2", "native:delayed+msamp:O4"]
+)
 def test_state_dicts_resume_run_bitwise(backend):
     weights, states, unbroken = saved_run(backend)
     assert list(weights) == list(mlp().state_dict())
@@ -61,7 +67,9 @@ def test_state_dict_without_scaling_states_warns_about_fresh_scales(caplog):
     weights, states, unbroken = saved_run("native:delayed")
     model, optimizer = new_run("native:delayed")
     model.load_state_dict(weights)
-    optimizer.load_state_dict({name: copy.deepcopy(states[name]) for name in ("state", "param_groups")})
+    optimizer.load_state_dict(
+        {name: copy.deepcopy(states[name]) for name in ("state", "param_groups")}
+    )
     assert "saved without FP8 scaling state: the scales of this run start afresh" in caplog.text
     assert train(model, optimizer, range(4, 8)) != unbroken
     caplog.clear()
@@ -87,7 +95,9 @@ def test_state_dicts_loaded_before_prepare_are_noticed(backend, warns, caplog):
     optimizer.load_state_dict(states)
     with caplog.at_level(logging.WARNING, "fp8_backends"):
         fp8_backends.prepare(model, optimizer, backend)
-    assert ("prepare model and optimizer first, then load their state dicts" in caplog.text) is warns
+    assert (
+        "prepare model and optimizer first, then load their state dicts" in caplog.text
+    ) is warns
     assert (train(model, optimizer, range(4, 8)) != unbroken) is warns
 
 
@@ -95,13 +105,19 @@ def test_foreign_layers_are_named():
     _, states, _ = saved_run("native:delayed")
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    fp8_backends.prepare(model, optimizer, fp8_backends.FP8RecipeKwargs(backend="native:delayed", exclude=["0"]))
-    with pytest.raises(FP8BackendError, match=r"only the checkpoint has 0\): prepare the saved model.*exclude was"):
+    fp8_backends.prepare(
+        model, optimizer, fp8_backends.FP8RecipeKwargs(backend="native:delayed", exclude=["0"])
+    )
+    with pytest.raises(
+        FP8BackendError, match=r"only the checkpoint has 0\): prepare the saved model.*exclude was"
+    ):
         optimizer.load_state_dict(states)
     states["fp8_scaling"]["tensors"]["0.0/extra.fp8_scaling"] = torch.zeros(3, 3, dtype=torch.int32)
     del states["fp8_scaling"]["tensors"]["0.0/0.fp8_scaling"]
     model, optimizer = new_run("native:delayed")
-    with pytest.raises(FP8BackendError, match=r"\(only the checkpoint has extra; only this model has 0\)"):
+    with pytest.raises(
+        FP8BackendError, match=r"\(only the checkpoint has extra; only this model has 0\)"
+    ):
         optimizer.load_state_dict(states)
 
 
@@ -112,7 +128,10 @@ def test_partly_compiled_model_loads_states_of_eager_model():
     optimizer.load_state_dict(states)
     saved = optimizer.state_dict()["fp8_scaling"]["tensors"]
     assert saved.keys() == states["fp8_scaling"]["tensors"].keys()
-    assert all(torch.equal(tensor, states["fp8_scaling"]["tensors"][name]) for name, tensor in saved.items())
+    assert all(
+        torch.equal(tensor, states["fp8_scaling"]["tensors"][name])
+        for name, tensor in saved.items()
+    )
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "ao"])

@@ -77,7 +77,9 @@ def values_of(tensors: dict[str, torch.Tensor], scale: str) -> dict[str, torch.T
     """Return every weight of a checkpoint as plain values."""
     fp8 = codes_of(tensors)
     plain = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in fp8}
-    return plain | {f"{name}.weight": values(codes, tensors[f"{name}.{scale}"]) for name, codes in fp8.items()}
+    return plain | {
+        f"{name}.weight": values(codes, tensors[f"{name}.{scale}"]) for name, codes in fp8.items()
+    }
 
 
 def config_of(folder) -> dict:
@@ -85,10 +87,14 @@ def config_of(folder) -> dict:
 
 
 def load(folder, format: str | None = "finegrained_fp8") -> nn.Module:
-    """Load with stock transformers, as plain weights; without a format, as its configuration says."""
+    """Load with stock transformers, as plain weights; without a format, as its configuration
+    says."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
-    configs = {"finegrained_fp8": FineGrainedFP8Config, "compressed-tensors": CompressedTensorsConfig}
+    configs = {
+        "finegrained_fp8": FineGrainedFP8Config,
+        "compressed-tensors": CompressedTensorsConfig,
+    }
     options = {"quantization_config": configs[format](dequantize=True)} if format else {}
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
@@ -99,4 +105,6 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )

@@ -1,4 +1,5 @@
-"""One pass over memory gives the bits of the reference, in chunks on a CPU. Triton: tests/kernels/triton_kernels."""
+"""One pass over memory gives the bits of the reference, in chunks on a CPU. Triton:
+tests/kernels/triton_kernels."""
 
 from __future__ import annotations
 
@@ -56,13 +57,16 @@ def test_every_code_is_decoded():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     for scale in (2.0**-126, 1.0, 2.0**110):
         scale_inv = torch.full((2,), scale)
-        result, expected = (passes.dequantize(codes, scale_inv) for passes in (messages, cases.reference))
+        result, expected = (
+            passes.dequantize(codes, scale_inv) for passes in (messages, cases.reference)
+        )
         ordinary = ~expected.isnan()  # NaN's code occurs only with the scale NaN
         assert ordinary.sum() == 254 and cases.same(result[ordinary], expected[ordinary])
 
 
 def test_no_temporary_grows_with_the_bucket(monkeypatch):
-    """Allocate the length of a bucket once, for a message or a result; everything else fits into chunks."""
+    """Allocate the length of a bucket once, for a message or a result; everything else fits into
+    chunks."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     monkeypatch.setattr(messages, "CHUNK", 16 * BLOCK)
@@ -71,8 +75,14 @@ def test_no_temporary_grows_with_the_bucket(monkeypatch):
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            fresh = isinstance(out, torch.Tensor) and not function.is_view and not any(out is a for a in args)
-            sizes.extend([out.numel() * out.element_size()] if fresh and "out" not in (kwargs or {}) else [])
+            fresh = (
+                isinstance(out, torch.Tensor)
+                and not function.is_view
+                and not any(out is a for a in args)
+            )
+            sizes.extend(
+                [out.numel() * out.element_size()] if fresh and "out" not in (kwargs or {}) else []
+            )
             return out
 
     given, arrived = cases.values(numel), cases.received(rows, numel // rows)

@@ -13,7 +13,8 @@ from fp8_backends.comm.two_shot import BLOCK, decode, encode
 from fp8_backends.tensors.scaled_tensor import quantize
 
 E4M3_STEP = 2.0**-4
-"""Half the distance of neighbouring E4M3 numbers over the smaller one: the largest relative error of a normal one."""
+"""Half the distance of neighbouring E4M3 numbers over the smaller one: the largest relative error
+of a normal one."""
 
 
 def decoded(rows: torch.Tensor) -> torch.Tensor:
@@ -37,7 +38,8 @@ def test_message_rounds_by_half_a_step_at_most(rows, columns, seed, magnitude, d
     codes, scale_inv = decode(message)
     assert codes.shape == (rows, columns) and scale_inv.shape == (rows, -(-columns // BLOCK))
     padded = torch.nn.functional.pad(values.float(), (0, -columns % BLOCK)).view(rows, -1, BLOCK)
-    smallest = padded.abs().amax(-1, keepdim=True) * 2.0**-17  # below it E4M3 is subnormal, with this for a step
+    # below it E4M3 is subnormal, with this for a step
+    smallest = padded.abs().amax(-1, keepdim=True) * 2.0**-17
     error = torch.nn.functional.pad(decoded(values), (0, -columns % BLOCK)).view_as(padded) - padded
     assert (error.abs() <= padded.abs() * E4M3_STEP + smallest).all()
 
@@ -66,7 +68,8 @@ def test_non_finite_value_turns_only_its_block_into_nan(value):
 def test_fp32_extremes_are_transmitted(value):
     result = decoded(torch.full((1, BLOCK), value))
     assert torch.isfinite(result).all()
-    # 2**-126 is the smallest scale_inv, times E4M3's smallest number 2**-9: smaller values become zero
+    # 2**-126 is the smallest scale_inv, times E4M3's smallest number 2**-9: smaller values become
+    # zero
     assert torch.allclose(result, torch.full_like(result, value), rtol=E4M3_STEP, atol=2.0**-136)
 
 
@@ -78,17 +81,28 @@ def test_powers_of_two_are_transmitted_exactly():
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_rounded_values_are_transmitted_exactly(seed, dtype):
-    """Justify one pass for contributions to be rounded: rounding again on the way changes nothing."""
+    """Justify one pass for contributions to be rounded: rounding again on the way changes
+    nothing."""
     once = decoded(message_cases.values(20 * BLOCK, dtype, seed).unsqueeze(0))
     finite = torch.where(once.isfinite(), once, torch.zeros_like(once))
     assert torch.equal(decoded(finite).view(torch.int32), finite.view(torch.int32))
 
 
 def test_blocks_keep_small_rows():
-    """Justify blocks as unit: one scale for the tensor turns rows below 2**-18 of the largest into zeros."""
-    rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 2.0 ** -torch.arange(64).float()[:, None]
-    by_block, by_tensor = decoded(rows.reshape(1, -1)).view_as(rows), quantize(rows, torch.float8_e4m3fn).dequantize()
-    errors = ((by_block - rows).norm(dim=1) / rows.norm(dim=1), (by_tensor - rows).norm(dim=1) / rows.norm(dim=1))
+    """Justify blocks as unit: one scale for the tensor turns rows below 2**-18 of the largest into
+    zeros."""
+    rows = (
+        torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+        * 2.0 ** -torch.arange(64).float()[:, None]
+    )
+    by_block, by_tensor = (
+        decoded(rows.reshape(1, -1)).view_as(rows),
+        quantize(rows, torch.float8_e4m3fn).dequantize(),
+    )
+    errors = (
+        (by_block - rows).norm(dim=1) / rows.norm(dim=1),
+        (by_tensor - rows).norm(dim=1) / rows.norm(dim=1),
+    )
     assert errors[0].max() < 0.035
     assert (errors[1] == 1).sum() > 30
 

@@ -28,9 +28,9 @@ def test_oldest_environment_pins_every_lower_bound():
     options = setup_cfg()["options"]
     bounds = dict(line.split(">=") for line in options["install_requires"].split())
     oldest = dict(package.split("==") for package in MATRIX["oldest"]["packages"])
-    assert {name: (oldest[name] + ".0").startswith(bound) for name, bound in bounds.items()} == dict.fromkeys(
-        bounds, True
-    )
+    assert {
+        name: (oldest[name] + ".0").startswith(bound) for name, bound in bounds.items()
+    } == dict.fromkeys(bounds, True)
 
 
 def test_oldest_python_runs_tests_with_available_packages():
@@ -45,7 +45,11 @@ def test_oldest_python_runs_tests_with_available_packages():
     imports = re.compile(rf"^\s*(?:import|from) ({'|'.join(sorted(modules))})\b", re.MULTILINE)
     files = [file for folder in entry["tests"] for file in (ROOT / folder).rglob("*.py")]
     assert len(files) > 50
-    assert {str(file): found for file in files if (found := imports.findall(file.read_text(encoding="utf-8")))} == {}
+    assert {
+        str(file): found
+        for file in files
+        if (found := imports.findall(file.read_text(encoding="utf-8")))
+    } == {}
 
 
 def test_pinned_environment_follows_constraints_and_newest_is_unpinned():
@@ -53,7 +57,9 @@ def test_pinned_environment_follows_constraints_and_newest_is_unpinned():
     assert set(MATRIX["pinned"]["packages"]) <= set(constraints)
     newest = set(MATRIX["newest"]["packages"])
     assert all(re.fullmatch(r"[\w-]+", package) for package in newest)
-    assert newest >= {line.split(">=")[0] for line in setup_cfg()["options"]["install_requires"].split()}
+    assert newest >= {
+        line.split(">=")[0] for line in setup_cfg()["options"]["install_requires"].split()
+    }
 
 
 def test_entry_replaces_only_its_packages_in_constraints():

@@ -1,4 +1,5 @@
-"""The product of operands with block scales: TransformerEngine's sum over parts of the contraction, on every engine."""
+"""The product of operands with block scales: TransformerEngine's sum over parts of the contraction,
+on every engine."""
 
 import math
 
@@ -35,17 +36,25 @@ def operands(sizes, blocks, formats=(E4M3, E4M3)):
 
 
 def part_after_part(a, a_blocks, b, b_blocks):
-    """Follow TransformerEngine's reference: y = fma(product of one part's codes * a's scale, b's scale, y) in FP32."""
+    """Follow TransformerEngine's reference: y = fma(product of one part's codes * a's scale, b's
+    scale, y) in FP32."""
 
     def scales_of(q, blocks):
-        scale_inv = 2.0 ** (q.scale_inv.double() - 127) if q.scale_inv.dtype == torch.uint8 else q.scale_inv.double()
+        scale_inv = (
+            2.0 ** (q.scale_inv.double() - 127)
+            if q.scale_inv.dtype == torch.uint8
+            else q.scale_inv.double()
+        )
         return scale_inv.repeat_interleave(blocks.rows, 0)[: len(q.codes)]
 
     y, width = torch.zeros(len(a.codes), len(b.codes)), a_blocks.columns
-    for part, (s, t) in enumerate(zip(scales_of(a, a_blocks).t(), scales_of(b, b_blocks).t(), strict=True)):
+    for part, (s, t) in enumerate(
+        zip(scales_of(a, a_blocks).t(), scales_of(b, b_blocks).t(), strict=True)
+    ):
         inside = slice(part * width, (part + 1) * width)
         partial = (a.codes[:, inside].float() @ b.codes[:, inside].float().t()).double()
-        y = (y.double() + partial * s[:, None] * t).float()  # FP64 holds product and sum: one rounding, as an fma
+        # FP64 holds product and sum: one rounding, as an fma
+        y = (y.double() + partial * s[:, None] * t).float()
     return y
 
 
@@ -55,8 +64,12 @@ def test_every_engine_matches_sum_over_parts(blocks, formats, monkeypatch):
     for sizes in SIZES:
         a, b = operands(sizes, blocks, formats)
         expected = part_after_part(a, blocks[0], b, blocks[1]).double()
-        x, w = (block.dequantize(q, torch.float32).double() for block, q in zip(blocks, (a, b), strict=True))
-        # sums of k products in FP32 in two orders, each with at most k roundings to half a step of the largest sum
+        x, w = (
+            block.dequantize(q, torch.float32).double()
+            for block, q in zip(blocks, (a, b), strict=True)
+        )
+        # sums of k products in FP32 in two orders, each with at most k roundings to half a step of
+        # the largest sum
         summation = 2 * sizes[2] * 2.0**-24 * (x.abs() @ w.abs().t())
         for out_dtype in DTYPES:
             found = []
@@ -69,14 +82,17 @@ def test_every_engine_matches_sum_over_parts(blocks, formats, monkeypatch):
             for out in found:
                 assert out.shape == expected.shape and out.dtype == out_dtype
                 # fp16 ends at 2**-24: half of it is the rounding of a subnormal result
-                rounding = HALF_A_STEP[out_dtype] * expected.abs() + 2.0**-25 * (out_dtype == torch.float16)
+                rounding = HALF_A_STEP[out_dtype] * expected.abs() + 2.0**-25 * (
+                    out_dtype == torch.float16
+                )
                 assert ((out.double() - expected).abs() <= 1.01 * rounding + summation).all()
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("blocks", PAIRS.values(), ids=PAIRS)
 def test_gpu_accepts_every_layout_and_size(blocks, out_dtype):
-    """Fake CUDA tensors run torch's own checks of `scaled_mm`: shapes, strides and order of the scales."""
+    """Fake CUDA tensors run torch's own checks of `scaled_mm`: shapes, strides and order of the
+    scales."""
 
     def empty(rows, k, block):
         codes = torch.empty(rows, k, device="cuda", dtype=torch.float8_e4m3fn)
@@ -92,7 +108,8 @@ def test_gpu_accepts_every_layout_and_size(blocks, out_dtype):
 
 
 def test_mx_scales_have_cublas_layout():
-    """cuBLAS: tiles of 128 rows and 4 blocks, in a tile (row % 32) * 16 + (row // 32) * 4 + block."""
+    """cuBLAS: tiles of 128 rows and 4 blocks, in a tile (row % 32) * 16 + (row // 32) * 4 +
+    block."""
     scales = torch.arange(130 * 6, dtype=torch.int32).remainder(251).to(torch.uint8).reshape(130, 6)
     flat = swizzled(scales).view(torch.uint8)
     assert flat.numel() == 256 * 8
@@ -133,7 +150,9 @@ def test_e5m2_times_e5m2_is_refused_on_every_device():
 
 @pytest.mark.parametrize("blocks", [SQUARES, MX])
 def test_e4m3_weight_keeps_codes_and_repeats_its_scale(blocks):
-    weight = quantize(torch.randn(200, 150, generator=torch.Generator().manual_seed(0)), torch.float8_e4m3fn)
+    weight = quantize(
+        torch.randn(200, 150, generator=torch.Generator().manual_seed(0)), torch.float8_e4m3fn
+    )
     q = Stored(weight.codes, weight.scale_inv).in_blocks(blocks, E4M3)
     assert q.codes is weight.codes
     assert torch.equal(blocks.dequantize(q, torch.float32), weight.dequantize(torch.float32))
@@ -149,7 +168,9 @@ def test_notice_names_emulated_rule(monkeypatch, caplog):
     with caplog.at_level("WARNING", logger="fp8_backends"):
         prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:mxfp8")
         prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:dynamic")
-    assert ["native:mxfp8 are emulated on cpu" in record.getMessage() for record in caplog.records] == [True]
+    assert [
+        "native:mxfp8 are emulated on cpu" in record.getMessage() for record in caplog.records
+    ] == [True]
 
 
 def test_e5m2_in_blocks_of_128_is_emulated_on_a_gpu(monkeypatch, caplog):

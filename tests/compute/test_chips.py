@@ -6,14 +6,29 @@ import pytest
 
 import fp8_backends
 from fp8_backends.compute import chips, registry
-from fp8_backends.compute.chips import CHIPS, EMULATED, FP8, REFUSED, TABLE, advice_for, cell_of, chip_of
+from fp8_backends.compute.chips import (
+    CHIPS,
+    EMULATED,
+    FP8,
+    REFUSED,
+    TABLE,
+    advice_for,
+    cell_of,
+    chip_of,
+)
 
 
 def test_table_has_one_row_per_backend_and_one_cell_per_chip():
     backends = [backend for row in TABLE for backend in row]
-    strings = [f"{name}:{scaling}" for name in registry.BUILT_IN for scaling in registry.get_compute(name).scalings]
+    strings = [
+        f"{name}:{scaling}"
+        for name in registry.BUILT_IN
+        for scaling in registry.get_compute(name).scalings
+    ]
     assert sorted(backends) == sorted([*strings, "msamp"])
-    assert all(fp8_backends.resolve(backend).name == backend for backend in backends if backend != "msamp")
+    assert all(
+        fp8_backends.resolve(backend).name == backend for backend in backends if backend != "msamp"
+    )
     cells = [cell for row in TABLE.values() for cell in row.values()]
     assert {cell.note for cell in cells} - {""} == chips.NOTES.keys()
     assert all(cell.note for cell in cells if cell.state == REFUSED), "a refusal has a reason"
@@ -25,7 +40,12 @@ def test_table_has_one_row_per_backend_and_one_cell_per_chip():
         *[((7, 0), "before-fp8"), ((8, 7), "before-fp8"), ((8, 9), "ada"), ((9, 0), "hopper")],
         *[((10, 0), "blackwell"), ((10, 3), "blackwell"), ((11, 0), "blackwell")],
         *[((12, 0), "rtx-blackwell"), ((12, 1), "rtx-blackwell")],
-        *[("gfx942:sramecc+", "mi300"), ("gfx950", "mi350"), ("gfx90a", "before-fp8"), ("gfx1100", "before-fp8")],
+        *[
+            ("gfx942:sramecc+", "mi300"),
+            ("gfx950", "mi350"),
+            ("gfx90a", "before-fp8"),
+            ("gfx1100", "before-fp8"),
+        ],
     ],
 )
 def test_gpu_names_map_to_chips(gpu, key):
@@ -39,7 +59,12 @@ def test_chips_with_fp8_matrix_units():
 
 def test_older_cuda_build_limits_chip():
     blocks, te_blocks = (cell_of(f"{name}:blockwise", chips.HOPPER) for name in ("native", "te"))
-    assert [blocks.state_with(cuda) for cuda in ((12, 8), (12, 9), (13, 0), None)] == [EMULATED, FP8, FP8, FP8]
+    assert [blocks.state_with(cuda) for cuda in ((12, 8), (12, 9), (13, 0), None)] == [
+        EMULATED,
+        FP8,
+        FP8,
+        FP8,
+    ]
     assert [te_blocks.state_with(cuda) for cuda in ((12, 8), (12, 9))] == [REFUSED, FP8]
     assert cell_of("te:delayed", chips.ADA).state_with((12, 0)) == REFUSED
     assert cell_of("mine:delayed", chips.HOPPER) is None
@@ -47,7 +72,13 @@ def test_older_cuda_build_limits_chip():
 
 def test_mxfp8_on_rtx_blackwell_needs_the_reported_torch():
     cell = cell_of("native:mxfp8", chips.RTX_BLACKWELL)
-    releases = [((13, 0), (2, 14)), ((13, 2), (2, 15)), (None, None), ((13, 0), (2, 13)), ((12, 9), (2, 14))]
+    releases = [
+        ((13, 0), (2, 14)),
+        ((13, 2), (2, 15)),
+        (None, None),
+        ((13, 0), (2, 13)),
+        ((12, 9), (2, 14)),
+    ]
     assert [cell.state_with(*each) for each in releases] == [FP8, FP8, FP8, EMULATED, EMULATED]
     assert cell.state_with(None, (2, 13)) == EMULATED
     assert cell_of("te:mxfp8", chips.RTX_BLACKWELL).state == REFUSED
@@ -83,7 +114,10 @@ def test_recommended_precision_for_each_gpu(gpu, te, precision, backend, reason)
 
 def test_advice_is_native_for_chips_with_recorded_training(monkeypatch):
     assert chips.NATIVE_RECORDS == (chips.HOPPER.key,)
-    assert advice_for((9, 0)).backend == "native:dynamic" and advice_for((10, 0)).backend == "ao:tensorwise"
+    assert (
+        advice_for((9, 0)).backend == "native:dynamic"
+        and advice_for((10, 0)).backend == "ao:tensorwise"
+    )
     monkeypatch.setattr(chips, "NATIVE_RECORDS", ())
     assert advice_for((9, 0)).backend == "ao:tensorwise"
 
@@ -91,12 +125,20 @@ def test_advice_is_native_for_chips_with_recorded_training(monkeypatch):
 def test_chip_is_found_by_any_alias():
     assert {product.chip for product in chips.PRODUCTS.values()} == {*CHIPS}
     assert all(chips.product_named(chip.key).chip is chip for chip in CHIPS)
-    assert chips.product_named("RTX 4090").chip is chips.ADA and chips.product_named("mi300x").chip is chips.MI300
+    assert (
+        chips.product_named("RTX 4090").chip is chips.ADA
+        and chips.product_named("mi300x").chip is chips.MI300
+    )
     assert chips.product_named("A100_40").gib == 40 and chips.product_named("cpu").gpu is None
-    with pytest.raises(fp8_backends.RecipeError, match="chip 'h10' is not known .did you mean 'h100'.*mi350x"):
+    with pytest.raises(
+        fp8_backends.RecipeError, match="chip 'h10' is not known .did you mean 'h100'.*mi350x"
+    ):
         chips.product_named("h10")
 
 
 def test_recommended_precision_for_cpu():
-    assert advice_for(None, cpu_bf16=True).precision == "bf16" and "debugging" in advice_for(None, cpu_bf16=True).reason
+    assert (
+        advice_for(None, cpu_bf16=True).precision == "bf16"
+        and "debugging" in advice_for(None, cpu_bf16=True).reason
+    )
     assert advice_for(None).precision == "fp32" and "without bf16" in advice_for(None).reason

@@ -1,4 +1,5 @@
-"""Compare counts and records of compiled and eager layers in every order of forwards and backwards."""
+"""Compare counts and records of compiled and eager layers in every order of forwards and
+backwards."""
 
 import copy
 import pickle
@@ -30,7 +31,9 @@ class Twice(nn.Module):
         return self.layer(torch.relu(self.layer(x)))
 
     def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+        return (
+            checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+        )
 
 
 def backwards(losses, order):
@@ -45,8 +48,8 @@ def backwards(losses, order):
 
 
 def run(spec, orders, compiler, checkpointed=False, whole=True, steps=3):
-    """Run steps of two microbatches in each of these orders with a model compiled once, or only its layers unless
-    `whole`. Returns losses, counts and states after each order."""
+    """Run steps of two microbatches in each of these orders with a model compiled once, or only its
+    layers unless `whole`. Returns losses, counts and states after each order."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(Twice(checkpointed))
@@ -71,14 +74,17 @@ def run(spec, orders, compiler, checkpointed=False, whole=True, steps=3):
             optimizer.step()
             optimizer.zero_grad()
         numbers = [loss.item() for loss in losses]
-        found.append((numbers, copy.copy(COMPUTE.products(model[0].layer)), COMPUTE.scaling_state(model)))
+        found.append(
+            (numbers, copy.copy(COMPUTE.products(model[0].layer)), COMPUTE.scaling_state(model))
+        )
     return found
 
 
 def assert_alike(compiled, eager, recomputed=0):
-    for number, ((losses, products, states), (eager_losses, eager_products, eager_states)) in enumerate(
-        zip(compiled, eager, strict=True), start=1
-    ):
+    for number, (
+        (losses, products, states),
+        (eager_losses, eager_products, eager_states),
+    ) in enumerate(zip(compiled, eager, strict=True), start=1):
         assert losses == eager_losses
         assert eager_products.recomputed == recomputed * number
         assert products.recomputed == 0  # compiled code counts each forward once
@@ -106,7 +112,9 @@ def test_compiled_layers_track_state_in_every_order(spec):
         ("native:delayed", "seq", True, False),
     ],
 )
-def test_checkpointed_and_individually_compiled_layers_track_state(spec, order, checkpointed, whole):
+def test_checkpointed_and_individually_compiled_layers_track_state(
+    spec, order, checkpointed, whole
+):
     eager = run(spec, [order], None, checkpointed)
     assert_alike(run(spec, [order], "aot_eager", checkpointed, whole), eager, 12 * checkpointed)
 
@@ -118,7 +126,9 @@ def test_inductor_tracks_state(spec):
     (eager,), (compiled,) = (run(spec, ["lifo"], compiler) for compiler in (None, "inductor"))
     assert compiled[0] == pytest.approx(eager[0], rel=1e-2) and compiled[1] == eager[1]
     for name, state in compiled[2].items():
-        assert torch.allclose(state.view(torch.float32), eager[2][name].view(torch.float32), rtol=1e-2)
+        assert torch.allclose(
+            state.view(torch.float32), eager[2][name].view(torch.float32), rtol=1e-2
+        )
         assert torch.equal(state[:, 1], eager[2][name][:, 1]) and state[:, 1].all()
 
 
@@ -137,10 +147,12 @@ def test_copies_track_their_own_state(copied):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [nightly("native:dynamic"), nightly("native:delayed"), "native:window"])
+@pytest.mark.parametrize(
+    "backend", [nightly("native:dynamic"), nightly("native:delayed"), "native:window"]
+)
 def test_compiled_records_keep_fixed_addresses(backend):
-    """CUDA graphs (`mode="reduce-overhead"`) copy all other inputs, and refuse inputs changed openly: an operator's
-    changes would stay in the copy."""
+    """CUDA graphs (`mode="reduce-overhead"`) copy all other inputs, and refuse inputs changed
+    openly: an operator's changes would stay in the copy."""
     changed = []
 
     def keep(gm, inputs, *, static_input_idxs=(), **_):
@@ -159,5 +171,7 @@ def test_compiled_records_keep_fixed_addresses(backend):
     model, _ = prepare(model, torch.optim.AdamW(model.parameters()), backend)
     compiled = torch.compile(model, backend=lambda *code: compile_fx(*code, inner_compile=keep))
     compiled(torch.randn(16, 32, requires_grad=True)).sum().backward()
-    assert any("note_backward" in name for name, _ in changed) and any("copy_" in name for name, _ in changed)
+    assert any("note_backward" in name for name, _ in changed) and any(
+        "copy_" in name for name, _ in changed
+    )
     assert all(is_static for _, is_static in changed), changed

@@ -18,7 +18,9 @@ def calls(monkeypatch):
     restore_cpu_product()  # on such a CPU an earlier test needed it
     calls = []
     product = cpu_casts.product
-    monkeypatch.setattr(cpu_casts, "product", lambda *args: calls.append(args[0].shape) or product(*args))
+    monkeypatch.setattr(
+        cpu_casts, "product", lambda *args: calls.append(args[0].shape) or product(*args)
+    )
     monkeypatch.setattr(hardware, "cpu_scaled_mm", lambda: False)
     yield calls
     restore_cpu_product()
@@ -27,7 +29,10 @@ def calls(monkeypatch):
 def operands(rowwise, a_format=E4M3):
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(24, 64, generator=generator), torch.randn(48, 64, generator=generator)
-    powers = torch.exp2(torch.arange(-12.0, 12.0)[:, None]), torch.exp2(torch.arange(-24.0, 24.0)[None])
+    powers = (
+        torch.exp2(torch.arange(-12.0, 12.0)[:, None]),
+        torch.exp2(torch.arange(-24.0, 24.0)[None]),
+    )
     scales = powers if rowwise else (torch.tensor(0.25), torch.tensor([2.0**-9]))
     return a.to(a_format.dtype), b.to(E4M3.dtype).t(), *scales
 
@@ -49,7 +54,12 @@ def test_products_match_pytorch_on_other_cpus(a_format, out_dtype, bias, calls):
     mend_cpu_product()
     ours = torch._scaled_mm(a, b, *scales, **options)
     assert calls == [a.shape] and ours.dtype == (out_dtype or a.dtype)
-    step = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-18, E4M3.dtype: 2.0**-3, E5M2.dtype: 2.0**-2}[ours.dtype]
+    step = {
+        torch.bfloat16: 2.0**-8,
+        torch.float32: 2.0**-18,
+        E4M3.dtype: 2.0**-3,
+        E5M2.dtype: 2.0**-2,
+    }[ours.dtype]
     assert torch.allclose(ours.float(), expected, rtol=step, atol=1e-6)
 
 
@@ -59,7 +69,10 @@ def test_rowwise_scales_apply_and_autocast_rounds_nothing(calls):
     exact = (a.double() * scale_a) @ (b.double() * scale_b)
     with torch.autocast("cpu", torch.bfloat16):
         ours = torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
-    assert torch.allclose(ours.double(), exact, rtol=1e-5, atol=1e-5 * exact.abs().max().item()) and calls
+    assert (
+        torch.allclose(ours.double(), exact, rtol=1e-5, atol=1e-5 * exact.abs().max().item())
+        and calls
+    )
     out = torch.empty(24, 48, dtype=torch.bfloat16)
     torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, out=out)
     assert torch.equal(out, ours.bfloat16())

@@ -71,7 +71,8 @@ def test_cross_entropy_needs_no_logits(use, autocast):
     run = Run(True, autocast)
     found, expected = run.results(use), Run(False, autocast).results(use)
     assert isinstance(run.logits, DeferredLogits) and not read(run.logits)
-    # gradients of the logits are rounded to bf16 before they are divided by the number of tokens, and not after
+    # gradients of the logits are rounded to bf16 before they are divided by the number of tokens,
+    # and not after
     for mine, torchs in zip(found, expected, strict=True):
         assert (mine - torchs).norm() <= (2**-7 if autocast else 1e-6) * torchs.norm()
 
@@ -81,7 +82,9 @@ def of_log_probabilities(logits, labels):
 
 
 def with_class_weights(logits, labels):
-    return F.cross_entropy(logits.float().view(-1, VOCABULARY), labels.view(-1), torch.arange(VOCABULARY) + 1.0)
+    return F.cross_entropy(
+        logits.float().view(-1, VOCABULARY), labels.view(-1), torch.arange(VOCABULARY) + 1.0
+    )
 
 
 def after_a_penalty(logits, labels):
@@ -125,7 +128,9 @@ ORDINARY = {
     "change in place": changed_in_place,
     "mask": masked,
     "unreduced": lambda y, labels: (
-        F.cross_entropy(y.float().view(-1, VOCABULARY), labels.view(-1), reduction="none").square().sum()
+        F.cross_entropy(y.float().view(-1, VOCABULARY), labels.view(-1), reduction="none")
+        .square()
+        .sum()
     ),
     "soft targets": lambda y, labels: F.cross_entropy(
         y.float().view(-1, VOCABULARY), torch.full((labels.numel(), VOCABULARY), 0.002)
@@ -138,7 +143,9 @@ ORDINARY = {
     "no tokens": lambda y, labels: F.cross_entropy(
         y[:, :0].reshape(-1, VOCABULARY), labels[:, :0].reshape(-1), reduction="sum"
     ),
-    "function": lambda y, labels: _Doubled.apply(y).float().logsumexp(-1).mean() + of_log_probabilities(y, labels),
+    "function": lambda y, labels: (
+        _Doubled.apply(y).float().logsumexp(-1).mean() + of_log_probabilities(y, labels)
+    ),
 }
 
 
@@ -156,12 +163,20 @@ def penalty_last(logits, labels):
 
 def compiled(use):
     """Compile; the graph breaks at the logits."""
-    return pytest.param(torch.compile(use, backend="eager"), use, marks=pytest.mark.slow, id=f"compiled {use.__name__}")
+    return pytest.param(
+        torch.compile(use, backend="eager"),
+        use,
+        marks=pytest.mark.slow,
+        id=f"compiled {use.__name__}",
+    )
 
 
 @pytest.mark.parametrize(
     "use,reference",
-    [(penalty_last, penalty_last), *map(compiled, (of_transformers, after_a_penalty, with_class_weights))],
+    [
+        (penalty_last, penalty_last),
+        *map(compiled, (of_transformers, after_a_penalty, with_class_weights)),
+    ],
 )
 def test_penalty_and_compiled_losses_have_same_gradients(use, reference):
     for mine, torchs in zip(Run(True).results(use), Run(False).results(reference), strict=True):
@@ -204,8 +219,17 @@ def test_reads_return_ordinary_logits(name):
 
 def test_metadata_needs_no_logits():
     logits = Run(True).logits
-    assert (logits.shape, logits.dtype, logits.device.type) == ((SEQUENCES, LENGTH, VOCABULARY), torch.bfloat16, "cpu")
-    assert logits.requires_grad and logits.grad_fn is not None and logits.is_contiguous() and len(logits) == SEQUENCES
+    assert (logits.shape, logits.dtype, logits.device.type) == (
+        (SEQUENCES, LENGTH, VOCABULARY),
+        torch.bfloat16,
+        "cpu",
+    )
+    assert (
+        logits.requires_grad
+        and logits.grad_fn is not None
+        and logits.is_contiguous()
+        and len(logits) == SEQUENCES
+    )
     assert isinstance(logits.float(), DeferredLogits) and logits.float().dtype == torch.float32
     assert not read(logits)
 
@@ -220,7 +244,9 @@ def test_logits_of_other_weights_are_refused():
         run.logits.argmax()
 
 
-@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
 def test_backward_hook_of_head_runs(register):
     head, seen = HighPrecisionHead(HIDDEN, VOCABULARY), []
     getattr(head, register)(lambda *gradients: seen.append(gradients[-1][0].shape))
@@ -255,7 +281,11 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        real = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and type(t) is not DeferredLogits]
+        real = [
+            t
+            for t in tree_leaves(result)
+            if isinstance(t, torch.Tensor) and type(t) is not DeferredLogits
+        ]
         self.elements = max([self.elements, *(t.numel() for t in real if t.device.type != "meta")])
         return result
 

@@ -61,7 +61,9 @@ def test_a_second_derivative_is_refused(spec):
 
 
 def test_a_second_derivative_through_experts_is_refused():
-    config = MixtralConfig(hidden_size=32, intermediate_size=32, num_local_experts=2, num_experts_per_tok=1)
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=32, num_local_experts=2, num_experts_per_tok=1
+    )
     config._experts_implementation = "eager"
     experts = nn.ModuleDict({"experts": MixtralExperts(config)})
     for parameter in experts.parameters():
@@ -83,11 +85,15 @@ def test_second_derivative_in_evaluation_matches_plain_layers(spec):
         if theirs.grad is not None:
             gradient = ours.grad.dequantize() if hasattr(ours.grad, "stored") else ours.grad
             # a level stores a gradient in E4M3: off by at most 2**-4 of an element
-            torch.testing.assert_close(gradient, theirs.grad, rtol=2**-4 if "msamp" in spec else 1e-5, atol=1e-4)
+            torch.testing.assert_close(
+                gradient, theirs.grad, rtol=2**-4 if "msamp" in spec else 1e-5, atol=1e-4
+            )
 
 
 TRANSFORMS = {
-    "grad": lambda model, x: torch.func.grad(lambda values: loss_of(model, values, x))(values_of(model)),
+    "grad": lambda model, x: torch.func.grad(lambda values: loss_of(model, values, x))(
+        values_of(model)
+    ),
     "vmap": lambda model, x: torch.func.vmap(model)(x.view(2, -1, 32)),
     "jacrev": lambda model, x: torch.func.jacrev(model)(x[0]),
     "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
@@ -125,7 +131,9 @@ def test_forward_mode_is_refused():
 def test_functional_call_trains_the_models_parameters(spec):
     model, optimizer = prepared(spec)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    torch.func.functional_call(model, dict(model.named_parameters()), (torch.randn(8, 32),)).square().mean().backward()
+    torch.func.functional_call(
+        model, dict(model.named_parameters()), (torch.randn(8, 32),)
+    ).square().mean().backward()
     optimizer.step()
     assert all(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -145,7 +153,10 @@ def test_inference_mode_keeps_no_codes(spec):
 def test_preparing_in_inference_mode_is_refused():
     with (
         torch.inference_mode(),
-        pytest.raises(FP8BackendError, match="outside (it may run inside)".replace("(", "\\(").replace(")", "\\)")),
+        pytest.raises(
+            FP8BackendError,
+            match="outside (it may run inside)".replace("(", "\\(").replace(")", "\\)"),
+        ),
     ):
         prepared("native:dynamic")
     with torch.inference_mode():
@@ -158,7 +169,9 @@ def test_preparing_in_inference_mode_is_refused():
 def test_several_gradients_at_once_are_refused(spec):
     model, _ = prepared(spec)
     x = torch.randn(4, 32, requires_grad=True)
-    with pytest.raises(FP8BackendError, match=f"is_grads_batched=True.*torch.autograd.grad for each.*{WAY_OUT}"):
+    with pytest.raises(
+        FP8BackendError, match=f"is_grads_batched=True.*torch.autograd.grad for each.*{WAY_OUT}"
+    ):
         torch.autograd.grad(model(x).sum(1), x, torch.eye(4), is_grads_batched=True)
     with pytest.raises(FP8BackendError, match="vectorize=True"):
         torch.autograd.functional.jacobian(model, x, vectorize=True)

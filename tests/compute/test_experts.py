@@ -1,4 +1,5 @@
-"""Compare FP8 experts with a Linear over the expert's weight and tokens, and check products against a GPU's rules."""
+"""Compare FP8 experts with a Linear over the expert's weight and tokens, and check products against
+a GPU's rules."""
 
 from types import SimpleNamespace
 
@@ -48,11 +49,17 @@ PARTS = ("gate_up_proj", "down_proj")
 
 def prepared(family, backend="native:dynamic", dtype=torch.float32, **fields):
     """The experts and a twin of Linears, both in FP8 with E4M3 everywhere."""
-    fields = {"fp8_format": "E4M3", **({"amax_history_len": 4} if backend == "native:delayed" else {}), **fields}
+    fields = {
+        "fp8_format": "E4M3",
+        **({"amax_history_len": 4} if backend == "native:delayed" else {}),
+        **fields,
+    }
     root = make_experts(family, dtype)
     twin = torch.nn.Sequential(Twin(root.experts))
     for model in (root, twin):
-        preparation.prepare_model(model, recipes.resolve(FP8RecipeKwargs(backend=backend, **fields)))
+        preparation.prepare_model(
+            model, recipes.resolve(FP8RecipeKwargs(backend=backend, **fields))
+        )
     return root, twin
 
 
@@ -63,7 +70,9 @@ def prepared_at(level, family, scaling):
         root, recipes.resolve(FP8RecipeKwargs(backend=f"native:{scaling}+msamp:{level}", **fields))
     )
     twin = torch.nn.Sequential(Twin(root.experts))
-    preparation.prepare_model(twin, recipes.resolve(FP8RecipeKwargs(backend=f"native:{scaling}", **fields)))
+    preparation.prepare_model(
+        twin, recipes.resolve(FP8RecipeKwargs(backend=f"native:{scaling}", **fields))
+    )
     return root, twin
 
 
@@ -80,7 +89,9 @@ def run(model, hidden, chosen, weights, dy, autocast=True):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, nightly(torch.bfloat16)], ids=["autocast", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, nightly(torch.bfloat16)], ids=["autocast", "bf16"]
+)
 @pytest.mark.parametrize("backend", SCALINGS)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_experts_match_linear_layers_bitwise(family, backend, dtype):
@@ -90,13 +101,16 @@ def test_experts_match_linear_layers_bitwise(family, backend, dtype):
         hidden, chosen, weights = routed(40, step, dtype)
         chosen = chosen % 2 if step == 1 else chosen  # two experts without tokens
         dy = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
-        ours, theirs = (run(m, hidden, chosen, weights, dy, dtype == torch.float32) for m in (root, twin))
+        ours, theirs = (
+            run(m, hidden, chosen, weights, dy, dtype == torch.float32) for m in (root, twin)
+        )
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), step
         for part in PARTS:
             gradient, expected = getattr(experts, part).grad, twin[0].gradient(part)
             gradient = gradient.transpose(1, 2) if experts.is_transposed else gradient
             if experts.is_transposed:
-                # two scales multiply each element one after the other, here the other way round: a bf16 unit
+                # two scales multiply each element one after the other, here the other way round: a
+                # bf16 unit
                 torch.testing.assert_close(gradient, expected, rtol=2**-7, atol=0)
             else:
                 assert torch.equal(gradient, expected), (step, part)
@@ -119,8 +133,8 @@ def test_experts_match_linear_layers_bitwise(family, backend, dtype):
     ],
 )
 def test_stored_weights_match_linear_layers(level, scaling, family):
-    """FP16 data get a scale for each expert. E4M3 codes have one power-of-two scale; more scales would change no
-    bit."""
+    """FP16 data get a scale for each expert. E4M3 codes have one power-of-two scale; more scales
+    would change no bit."""
     root, twin = prepared_at(level, family, scaling)
     stored = torch.float16 if level in ("O1", "O2") else torch.float8_e4m3fn
     assert all(getattr(root.experts, part).codes.dtype == stored for part in PARTS)
@@ -139,13 +153,16 @@ def test_stored_weights_match_linear_layers(level, scaling, family):
                 assert torch.equal(gradient.dequantize(), expected.dequantize())
             else:  # as above, and then rounded to E4M3: half a step more, or a step of the smallest
                 least = expected.scale_inv.item() * 2**-9
-                torch.testing.assert_close(gradient.dequantize(), expected.dequantize(), rtol=2**-3, atol=least)
+                torch.testing.assert_close(
+                    gradient.dequantize(), expected.dequantize(), rtol=2**-3, atol=least
+                )
         root.zero_grad(), twin.zero_grad()
 
 
 @pytest.mark.parametrize("rolled", [0, 20], ids=["just in time", "from the history"])
 def test_window_of_each_expert_matches_linear_layer(rolled):
-    """Run before and after the first 16 steps; with an inf, with a NaN, and without tokens in some experts."""
+    """Run before and after the first 16 steps; with an inf, with a NaN, and without tokens in some
+    experts."""
     x, groups = torch.randn(12, 8), Groups.of(torch.arange(12) // 3, 5)
     x[4, 2], x[7, 3] = float("inf"), float("nan")
     states = new_window_state().repeat(5, 1, 1)
@@ -161,7 +178,8 @@ def test_window_of_each_expert_matches_linear_layer(rolled):
         expected = states[expert].clone()
         record_window_amax(expected, INPUT, tensor_amax(rows))
         assert torch.equal(
-            recorded[expert].view(torch.float32).nan_to_num(7), expected.view(torch.float32).nan_to_num(7)
+            recorded[expert].view(torch.float32).nan_to_num(7),
+            expected.view(torch.float32).nan_to_num(7),
         )
         scale = window_scale(states[expert], INPUT, tensor_amax(rows), E4M3)
         assert torch.equal(scales[expert], scale) or (expert == 2 and scales[expert].isnan())
@@ -175,19 +193,25 @@ def test_wgrad_blocks_restart_at_each_group(scaling):
     blocks, sizes = rule.along.blocks, (0, 127, 128, 0, 129, 1, 300, 31, 33)
     groups = Groups.of(torch.repeat_interleave(torch.arange(9), torch.tensor(sizes)), 9)
     x, dy = torch.randn(sum(sizes), 24), torch.randn(sum(sizes), 40)
-    x8, dy8 = (grouped_scaling.quantize_groups_in_blocks(t, groups, rule, E4M3, False, True) for t in (x, dy))
+    x8, dy8 = (
+        grouped_scaling.quantize_groups_in_blocks(t, groups, rule, E4M3, False, True)
+        for t in (x, dy)
+    )
     dw = grouped_wgrad(dy8.along_rows(), x8.along_rows(), groups, scaling, torch.float32)
     for ours, x_rows, dy_rows in zip(dw, x.split(sizes), dy.split(sizes), strict=True):
         if not len(x_rows):
             assert not ours.any()
             continue
-        operands = (quantize_blocks(rows, blocks, E4M3, rows=False).along_rows() for rows in (dy_rows, x_rows))
+        operands = (
+            quantize_blocks(rows, blocks, E4M3, rows=False).along_rows()
+            for rows in (dy_rows, x_rows)
+        )
         assert torch.equal(ours, fp8_product(rule.along, *operands, torch.float32, by_weight=False))
 
 
 def test_e5m2_gradients_use_rowwise_e4m3():
-    """Let tokens with gradients of 1 and of 2**-20 share an expert: one E4M3 scale zeroes the small ones, rowwise
-    scales keep them."""
+    """Let tokens with gradients of 1 and of 2**-20 share an expert: one E4M3 scale zeroes the small
+    ones, rowwise scales keep them."""
     hidden, _, weights = routed(32)
     chosen = torch.zeros(32, 2, dtype=torch.long)
     dy = torch.ones(32, WIDTH)
@@ -220,13 +244,15 @@ def test_each_product_can_stay_in_high_precision():
             torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * b.abs().max().item())
         assert torch.equal(ours[0], every[0]) == (kept != 0)
         expected = [int(i != kept) for i in range(3)] + [0]
-        assert all(layer.fp8_products.tolist() == expected for layer in root.experts.fp8_weights.values())
+        assert all(
+            layer.fp8_products.tolist() == expected for layer in root.experts.fp8_weights.values()
+        )
 
 
 @pytest.mark.parametrize("backend", SCALINGS)
 def test_non_finite_values_stay_within_their_expert(backend):
-    """A NaN stays in its token. An inf has no code: it reaches all tokens of its expert (with rowwise scales only its
-    own)."""
+    """A NaN stays in its token. An inf has no code: it reaches all tokens of its expert (with
+    rowwise scales only its own)."""
     root, twin = prepared("mixtral", backend)
     hidden, _, weights = routed(24)
     chosen = torch.arange(24).unsqueeze(1).repeat(1, 2) % EXPERTS
@@ -235,7 +261,9 @@ def test_non_finite_values_stay_within_their_expert(backend):
     ours, theirs = (run(m, hidden, chosen, weights, dy) for m in (root, twin))
     bad = ~torch.isfinite(ours[0]).all(1)
     assert bad[4] and bad[1] and not bad[chosen[:, 0] > 1].any()
-    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(ours, theirs, strict=True))
+    assert all(
+        torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def test_evaluation_and_empty_batch_run_original_module():
@@ -247,15 +275,17 @@ def test_evaluation_and_empty_batch_run_original_module():
     assert not any(layer.fp8_products.any() for layer in root.experts.fp8_weights.values())
     root, _ = prepared("gpt_oss", use_autocast_during_eval=True)
     root.eval().experts(*routed(8))
-    assert all(layer.fp8_products.tolist() == [1, 0, 0, 0] for layer in root.experts.fp8_weights.values())
+    assert all(
+        layer.fp8_products.tolist() == [1, 0, 0, 0] for layer in root.experts.fp8_weights.values()
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placed", [False, True], ids=["as they lie", "as on a GPU"])
 @pytest.mark.parametrize("backend", SCALINGS)
 def test_rows_for_remote_experts_are_ignored(backend, placed, monkeypatch):
-    """Expert parallelism without an exchange gives a rank all tokens, some for remote experts with weight zero. One of
-    them is all inf. Results equal a batch without them."""
+    """Expert parallelism without an exchange gives a rank all tokens, some for remote experts with
+    weight zero. One of them is all inf. Results equal a batch without them."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "has_places", lambda tensor: placed)
     hidden, chosen, weights = routed(40)
@@ -268,7 +298,9 @@ def test_rows_for_remote_experts_are_ignored(backend, placed, monkeypatch):
     shared.experts._is_expert_parallel = True
     masked = chosen.masked_fill(foreign, EXPERTS), weights.masked_fill(foreign, 0.0)
     y, dx, dw = run(shared, hidden, *masked, dy)
-    rows, dx_rows, dw_rows = run(alone, hidden[token], chosen[token, slot, None], weights[token, slot, None], dy[token])
+    rows, dx_rows, dw_rows = run(
+        alone, hidden[token], chosen[token, slot, None], weights[token, slot, None], dy[token]
+    )
     assert torch.equal(y, torch.zeros_like(y).index_add(0, token, rows))
     assert torch.equal(dx, torch.zeros_like(dx).index_add(0, token, dx_rows))
     assert torch.equal(dw[token, slot], dw_rows[:, 0]) and not dw[foreign].any()
@@ -277,7 +309,8 @@ def test_rows_for_remote_experts_are_ignored(backend, placed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "autocast,weights", [(torch.float16, torch.float32), (None, torch.float16), (None, torch.float32)]
+    "autocast,weights",
+    [(torch.float16, torch.float32), (None, torch.float16), (None, torch.float32)],
 )
 def test_other_dtypes_match_bf16_products(autocast, weights):
     root, plain = prepared("mixtral", dtype=weights)[0], make_experts("mixtral", weights)
@@ -287,14 +320,17 @@ def test_other_dtypes_match_bf16_products(autocast, weights):
     y.float().sum().backward()
     expected = plain.experts(hidden, chosen, router)
     assert y.dtype == weights and root.experts.down_proj.grad.dtype == weights
-    assert (y - expected).norm() < 0.1 * expected.norm()  # E4M3: 2**-4 an element at most, on two layers
+    # E4M3: 2**-4 an element at most, on two layers
+    assert (y - expected).norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise"])
 def test_weights_are_cast_once_per_step(backend, monkeypatch):
     made = []
-    monkeypatch.setattr(experts_module, "quantized_weight", lambda *args: made.append(1) or quantized_weight(*args))
+    monkeypatch.setattr(
+        experts_module, "quantized_weight", lambda *args: made.append(1) or quantized_weight(*args)
+    )
     results = {}
     for kept in (False, True):
         root, _ = prepared("gpt_oss", backend)
@@ -306,13 +342,16 @@ def test_weights_are_cast_once_per_step(backend, monkeypatch):
             for microbatch in range(3):
                 run(root, *routed(20, 3 * step + microbatch), torch.ones(20, WIDTH))
             optimizer.step()
-        assert len(made) == (2 * (3 + 1) if kept else 2 * 6)  # two weights: the first step shows that they train
+        # two weights: the first step shows that they train
+        assert len(made) == (2 * (3 + 1) if kept else 2 * 6)
         results[kept] = [parameter.detach().clone() for parameter in root.parameters()]
         # rowwise recomputes the codes for dgrad in backward, and holds none otherwise
         held = {"native:dynamic": 1, "native:rowwise": int(kept)}[backend]
         counted = fp8_backends.audit(root, optimizer).bytes_per_parameter["weight"]
         weights = sum(p.numel() for p in root.parameters() if p.dim() == 3)
-        assert counted == pytest.approx(4 + held * weights / sum(p.numel() for p in root.parameters()))
+        assert counted == pytest.approx(
+            4 + held * weights / sum(p.numel() for p in root.parameters())
+        )
     assert all(torch.equal(a, b) for a, b in zip(*results.values(), strict=True))
 
 
@@ -327,32 +366,60 @@ def fake_weight(*shape, stored):
 
 def step_on_fake_tensors(scaling, sizes, stored, transposed, groups, arrived=None):
     """Run forward and backward of 37 rows, and return the operators."""
-    rule, (out, into), experts = layer_rule(recipes.resolve(f"native:{scaling}")), sizes, len(groups.ends)
+    rule, (out, into), experts = (
+        layer_rule(recipes.resolve(f"native:{scaling}")),
+        sizes,
+        len(groups.ends),
+    )
     with Calls() as calls:
         x = torch.empty(37, into, device="cuda", dtype=torch.bfloat16)
         shape = (experts, into, out) if transposed else (experts, out, into)
         weight, of_weight = torch.empty(shape, device="cuda"), fake_weight(*shape, stored=stored)
-        state = torch.empty(experts, 3, 18, dtype=torch.int32, device="cuda") if scaling == "window" else None
+        state = (
+            torch.empty(experts, 3, 18, dtype=torch.int32, device="cuda")
+            if scaling == "window"
+            else None
+        )
         context, w8 = Context(), quantized_weight(rule, of_weight, state, transposed, True)
-        constants = Ledger(torch.device("cuda")), state, rule, None, transposed, torch.bfloat16, True, False
+        constants = (
+            Ledger(torch.device("cuda")),
+            state,
+            rule,
+            None,
+            transposed,
+            torch.bfloat16,
+            True,
+            False,
+        )
         y = GroupedFunction.forward(context, x, weight, *constants, groups, w8, of_weight, arrived)
         with torch.no_grad():  # as autograd calls it
             dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
     assert y.shape == (37, out) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
-    assert dx.shape == x.shape and dx.dtype == x.dtype and dw.shape == weight.shape and dw.dtype == weight.dtype
+    assert (
+        dx.shape == x.shape
+        and dx.dtype == x.dtype
+        and dw.shape == weight.shape
+        and dw.dtype == weight.dtype
+    )
     return calls.seen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("stored", [None, torch.float16, torch.float8_e4m3fn], ids=["plain", "FP16", "E4M3"])
+@pytest.mark.parametrize(
+    "stored", [None, torch.float16, torch.float8_e4m3fn], ids=["plain", "FP16", "E4M3"]
+)
 @pytest.mark.parametrize("scaling", ["dynamic", "rowwise", "window"])
 def test_a_gpu_accepts_every_product(scaling, stored, transposed):
-    """Fake CUDA tensors run torch's checks of `_scaled_grouped_mm`. Codes from another rank included."""
+    """Fake CUDA tensors run torch's checks of `_scaled_grouped_mm`. Codes from another rank
+    included."""
     for out, into in ((64, 32), (40, 24), (1, 33), (33, 1)):
         with FakeTensorMode():
             groups = Groups.of(torch.empty(37, dtype=torch.long, device="cuda"), 5)
-            codes = torch.empty(37, into, device="cuda", dtype=E4M3.dtype), torch.empty(37, 1, device="cuda")
+            codes = (
+                torch.empty(37, into, device="cuda", dtype=E4M3.dtype),
+                torch.empty(37, 1, device="cuda"),
+            )
             arrived = Quantized(*codes) if scaling == "rowwise" and out == 40 else None
             calls = step_on_fake_tensors(scaling, (out, into), stored, transposed, groups, arrived)
         assert calls.count(torch.ops.aten._scaled_grouped_mm.default) == 3
@@ -361,7 +428,8 @@ def test_a_gpu_accepts_every_product(scaling, stored, transposed):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("k, n", [(64, 32), (33, 5), (1, 40), (64, 1)])
 def test_a_gpu_accepts_products_in_high_precision(k, n, transposed):
-    """Torch's checks of `grouped_mm`: strides in multiples of 16 bytes. A sum's gradient is expanded."""
+    """Torch's checks of `grouped_mm`: strides in multiples of 16 bytes. A sum's gradient is
+    expanded."""
 
     def empty(*shape):
         return torch.empty(shape, device="cuda", dtype=torch.bfloat16)
@@ -380,14 +448,18 @@ def test_group_sizes_are_read_once_per_layer(backend, monkeypatch):
     """Reading waits for a GPU."""
     root, _ = prepared("mixtral", backend)
     reads, tolist = [], torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
+    monkeypatch.setattr(
+        torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor)
+    )
     run(root, *routed(40), torch.randn(40, WIDTH))
     assert len(reads) == 1
 
 
 def test_cuda_graphs_exclude_operators_reading_group_sizes():
     for name in ("grouped_product", "grouped_wgrad", "quantize_block_columns"):
-        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fp8_backends, name).default.tags, name
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fp8_backends, name).default.tags, (
+            name
+        )
 
 
 def _same_shape(target, source):
@@ -400,7 +472,8 @@ def _same_shape(target, source):
 @pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=["FP16", "E4M3"])
 @pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
 def test_a_gpu_accepts_every_product_in_blocks(scaling, stored, transposed, monkeypatch):
-    """Torch's checks of `scaled_mm` for each expert, inside the operators, with given sizes of groups."""
+    """Torch's checks of `scaled_mm` for each expert, inside the operators, with given sizes of
+    groups."""
     for module in (grouped_products, grouped_scaling):
         monkeypatch.setattr(module, "rows_of_groups", lambda ends: [(0, 0, 20), (1, 20, 37)])
     monkeypatch.setattr(torch.Tensor, "copy_", _same_shape)  # autograd's asks for a CUDA device
@@ -411,7 +484,9 @@ def test_a_gpu_accepts_every_product_in_blocks(scaling, stored, transposed, monk
     )
     with FakeTensorMode():
         monkeypatch.setattr(torch.ops, "fp8_backends", entered)
-        groups = Groups(torch.empty(37, dtype=torch.long, device="cuda"), torch.empty(2, device="cuda"))
+        groups = Groups(
+            torch.empty(37, dtype=torch.long, device="cuda"), torch.empty(2, device="cuda")
+        )
         calls = step_on_fake_tensors(scaling, (40, 24), stored, transposed, groups)
     assert calls.count(torch.ops.aten._scaled_mm_v2.default) == 6  # of two experts
 
@@ -427,14 +502,20 @@ def test_cast_operators_return_declared_outputs(lines, monkeypatch):
         options = E4M3.dtype, scale, *layouts, lines
         operators, weight = torch.ops.fp8_backends, torch.randn(3, 20, 40)
         x = torch.randn(5, 20)
-        torch.library.opcheck(operators.quantize_groups.default, (x, *groups, *options), test_utils=tests)
-        torch.library.opcheck(operators.quantize_experts.default, (weight, *options), test_utils=tests)
+        torch.library.opcheck(
+            operators.quantize_groups.default, (x, *groups, *options), test_utils=tests
+        )
+        torch.library.opcheck(
+            operators.quantize_experts.default, (weight, *options), test_utils=tests
+        )
 
 
 def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=False):
-    """Run `torch._scaled_grouped_mm`'s checks on meta tensors, and compute group by group, with NaN for undefined
-    numbers."""
-    torch._scaled_grouped_mm(*(t.to("meta") for t in (a, b, scale_a, scale_b, offs)), out_dtype=out_dtype)
+    """Run `torch._scaled_grouped_mm`'s checks on meta tensors, and compute group by group, with NaN
+    for undefined numbers."""
+    torch._scaled_grouped_mm(
+        *(t.to("meta") for t in (a, b, scale_a, scale_b, offs)), out_dtype=out_dtype
+    )
     bounds = [0, *offs.tolist()]
     assert all(bound % 16 == 0 for bound in bounds)
     groups = list(zip(bounds, bounds[1:], strict=False))
@@ -442,18 +523,24 @@ def grouped_mm_on_a_cpu(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum=
         out = torch.full((a.shape[0], b.shape[2]), float("nan"), dtype=out_dtype)
         for group, (begin, end) in enumerate(groups):
             left = Quantized(a[begin:end], scale_a[begin:end, None])
-            out[begin:end] = scaled_product(left, Quantized(b[group].t(), scale_b[group, :, None]), out_dtype)
+            out[begin:end] = scaled_product(
+                left, Quantized(b[group].t(), scale_b[group, :, None]), out_dtype
+            )
         return out
     scale_a, scale_b = scale_a.view(len(groups), -1, 1), scale_b.view(len(groups), -1, 1)
     out = torch.full((len(groups), a.shape[0], b.shape[1]), float("nan"), dtype=out_dtype)
     for group, (begin, end) in enumerate(groups):
         if begin < end:  # an empty sum has no promised value
             left = Quantized(a[:, begin:end].contiguous(), scale_a[group])
-            out[group] = scaled_product(left, Quantized(b[begin:end].t().contiguous(), scale_b[group]), out_dtype)
+            out[group] = scaled_product(
+                left, Quantized(b[begin:end].t().contiguous(), scale_b[group]), out_dtype
+            )
     return out
 
 
-@pytest.mark.parametrize("sizes", [(0, 37, 0, 3), (16, 16, 16, 16), (0, 0, 0, 1), (50, 0, 0, 0), (1, 0, 0, 0)])
+@pytest.mark.parametrize(
+    "sizes", [(0, 37, 0, 3), (16, 16, 16, 16), (0, 0, 0, 1), (50, 0, 0, 0), (1, 0, 0, 0)]
+)
 def test_grouped_kernel_gets_groups_aligned_to_16(monkeypatch, sizes):
     """For odd sizes, match group-by-group products bitwise and ignore the gaps between groups."""
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
@@ -463,14 +550,18 @@ def test_grouped_kernel_gets_groups_aligned_to_16(monkeypatch, sizes):
     def products():
         groups = Groups.of(ids, 4)
         x8, dy8 = (quantize_groups(t, groups, E4M3, lines=True) for t in (x, dy))
-        y = grouped_product(x8.along_columns(), quantize_experts(w, E4M3, lines=True).along_columns(), groups)
+        y = grouped_product(
+            x8.along_columns(), quantize_experts(w, E4M3, lines=True).along_columns(), groups
+        )
         return y.narrow(1, 0, 40), grouped_wgrad(dy8.along_rows(), x8.along_rows(), groups)
 
     y, dw = products()
     monkeypatch.setattr(grouped_products, "has_places", lambda ids: True)
     monkeypatch.setattr(grouped_scaling, "has_places", lambda x: True)
     by_group = products()
-    monkeypatch.setattr(grouped_products, "grouped_engine_for", lambda device: grouped_products.SCALED_GROUPED_MM)
+    monkeypatch.setattr(
+        grouped_products, "grouped_engine_for", lambda device: grouped_products.SCALED_GROUPED_MM
+    )
     monkeypatch.setattr(torch, "_scaled_grouped_mm", _checked(torch._scaled_grouped_mm))
     for padded in (by_group, products()):
         assert torch.equal(padded[0], y) and torch.equal(padded[1][:, :40, :24], dw)
@@ -481,7 +572,9 @@ def test_grouped_kernel_gets_groups_aligned_to_16(monkeypatch, sizes):
 
 def _checked(original):
     def product(a, *args, **kwargs):
-        return original(a, *args, **kwargs) if a.is_meta else grouped_mm_on_a_cpu(a, *args, **kwargs)
+        return (
+            original(a, *args, **kwargs) if a.is_meta else grouped_mm_on_a_cpu(a, *args, **kwargs)
+        )
 
     return product
 
@@ -491,19 +584,28 @@ def test_engines_by_device(monkeypatch, either_cpu):
     assert engine_for(torch.device("cpu")) == ("bf16-exact" if either_cpu else "fp32-exact")
     assert engine_for(cuda) == "scaled_grouped_mm"  # a fake tensor's, without a driver
     monkeypatch.setattr("fp8_backends.compute.hardware.has_gpu", lambda: True)
-    for capability, engine in (((9, 0), "scaled_grouped_mm"), ((8, 9), "scaled_mm"), ((10, 0), "scaled_mm")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+    for capability, engine in (
+        ((9, 0), "scaled_grouped_mm"),
+        ((8, 9), "scaled_mm"),
+        ((10, 0), "scaled_mm"),
+    ):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, found=capability: found
+        )
         engine_of_gpu.cache_clear()
         assert engine_for(cuda) == engine
     engine_of_gpu.cache_clear()
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx950"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx950")
+    )
     assert engine_for(cuda) == "scaled_mm"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family,backend,on_gpu", [("mixtral", "native:window", True), nightly("gpt_oss", "native:mxfp8", False)]
+    "family,backend,on_gpu",
+    [("mixtral", "native:window", True), nightly("gpt_oss", "native:mxfp8", False)],
 )
 def test_compiled_experts_match_eager_without_graph_break(family, backend, on_gpu, monkeypatch):
     """Include a GPU's padded groups and cast operators."""
@@ -533,17 +635,25 @@ def test_compiled_experts_record_same_amaxes_when_forwards_precede_backwards():
     for compiles in (False, True):
         torch._dynamo.reset()
         root, _ = prepared("mixtral", "native:delayed")
-        experts = torch.compile(root.experts, backend="aot_eager", fullgraph=True) if compiles else root.experts
+        experts = (
+            torch.compile(root.experts, backend="aot_eager", fullgraph=True)
+            if compiles
+            else root.experts
+        )
         (roll,) = root._forward_pre_hooks.values()
         for step in range(2):
             sums = []
             for microbatch in range(2):
                 roll(root, ())
                 hidden, chosen, weights = routed(24, 2 * step + microbatch)
-                sums.append((experts(hidden.requires_grad_(), chosen, weights) * 2.0**microbatch).sum())
+                sums.append(
+                    (experts(hidden.requires_grad_(), chosen, weights) * 2.0**microbatch).sum()
+                )
             for each in sums:
                 each.backward()
         states.append(NativeCompute().scaling_state(root))
     eager, compiled = states
-    assert eager.keys() == compiled.keys() and all(torch.equal(state, eager[name]) for name, state in compiled.items())
+    assert eager.keys() == compiled.keys() and all(
+        torch.equal(state, eager[name]) for name, state in compiled.items()
+    )
     assert all(state.view(torch.float32)[:, 2, 2].any() for state in eager.values())

@@ -1,4 +1,5 @@
-"""Compare codes from FSDP2 shards with codes of the whole weight, bitwise, on one process without FSDP2."""
+"""Compare codes from FSDP2 shards with codes of the whole weight, bitwise, on one process without
+FSDP2."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def codes_of(rule: str, transposed: bool) -> WeightCodes:
     return WeightCodes(layer)
 
 
-def agreed_codes(codes: WeightCodes, shards: list[torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def agreed_codes(
+    codes: WeightCodes, shards: list[torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Gather the codes of all ranks, and compute the scales from the agreed maxima."""
     shape = torch.Size((ROWS, COLUMNS))
     amaxes = [codes.amaxes(shard, 97 * rank, shape) for rank, shard in enumerate(shards)]
@@ -54,7 +57,9 @@ def agreed_codes(codes: WeightCodes, shards: list[torch.Tensor]) -> dict[str, tu
     return gathered
 
 
-def whole_codes(codes: WeightCodes, weight: torch.Tensor, product: str) -> tuple[torch.Tensor, torch.Tensor]:
+def whole_codes(
+    codes: WeightCodes, weight: torch.Tensor, product: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize the whole weight as the layer does, in the weight's layout."""
     layer = codes.layer
     stored, rule, fmt = Stored.of(weight), layer.fp8_rule, layer.fp8_rule.forward_format
@@ -84,7 +89,10 @@ def test_shard_codes_match_whole_weight(rule, transposed, stored):
     shards = [weight[a:b] for a, b in zip(CUTS[:-1], CUTS[1:], strict=True)]
     if stored == "scaled fp16":
         weight = quantize(weight, torch.float16)
-        shards = [ScaledTensor(weight.codes[a:b], weight.scale_inv) for a, b in zip(CUTS[:-1], CUTS[1:], strict=True)]
+        shards = [
+            ScaledTensor(weight.codes[a:b], weight.scale_inv)
+            for a, b in zip(CUTS[:-1], CUTS[1:], strict=True)
+        ]
     for product, gathered in agreed_codes(codes, shards).items():
         for found, expected in zip(gathered, whole_codes(codes, weight, product), strict=True):
             assert same(found, expected), product
@@ -96,7 +104,9 @@ def test_shard_codes_match_whole_weight(rule, transposed, stored):
 def test_gathered_expert_codes_match_local_casts(rule, transposed):
     """Include an overflow in one expert."""
     pytest.importorskip("transformers")
-    root = make_experts("gpt_oss" if transposed else "mixtral", num_local_experts=5, intermediate_size=70)
+    root = make_experts(
+        "gpt_oss" if transposed else "mixtral", num_local_experts=5, intermediate_size=70
+    )
     fp8_backends.prepare(root, None, f"native:{rule}")
     layer = root.experts.fp8_weights["gate_up_proj"]
     codes, weight = ExpertCodes(layer), layer.weight.detach().clone()
@@ -106,7 +116,9 @@ def test_gathered_expert_codes_match_local_casts(rule, transposed):
     codes.agree([torch.stack(each).amax(0) for each in zip(*of_ranks, strict=True)])
     for product in (FPROP, DGRAD):
         made_for = product if product in codes.products else FPROP
-        parts = [codes.codes(shard, first, weight.shape, made_for) for first, shard in shards.items()]
+        parts = [
+            codes.codes(shard, first, weight.shape, made_for) for first, shard in shards.items()
+        ]
         whole = torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
         gathered = Stored(whole, codes.scale_inv(codes.agreed[made_for]))
         operands = [_operand(layer, stored, product) for stored in (gathered, Stored.of(weight))]
@@ -116,14 +128,28 @@ def test_gathered_expert_codes_match_local_casts(rule, transposed):
 
 def _operand(layer, stored: Stored, product: str) -> Quantized:
     state, is_fprop = layer.fp8_scaling, product == FPROP
-    made = oriented_layouts(layer.fp8_rule, None, stored, layer.transposed_weight, state, is_fprop, not is_fprop)
+    made = oriented_layouts(
+        layer.fp8_rule, None, stored, layer.transposed_weight, state, is_fprop, not is_fprop
+    )
     return made.along_columns() if is_fprop else made.along_rows()
 
 
 def test_other_readers_of_gathered_codes_are_refused():
     data = torch.ones(4, 4).to(torch.float8_e4m3fn)
-    weight = nn.Parameter(GatheredCodes({"fprop_codes": data, "fprop_scale_inv": torch.ones(())}, torch.float32))
-    assert isinstance(weight, GatheredCodes) and torch.equal(weight.read_by("fprop").codes.float(), torch.ones(4, 4))
-    for use in (lambda: weight + 1, lambda: weight.mul_(2), lambda: weight.read_by("dgrad"), lambda: weight.t()):
-        with pytest.raises(FP8BackendError, match="enable_fsdp_float8_all_gather=False"), torch.no_grad():
+    weight = nn.Parameter(
+        GatheredCodes({"fprop_codes": data, "fprop_scale_inv": torch.ones(())}, torch.float32)
+    )
+    assert isinstance(weight, GatheredCodes) and torch.equal(
+        weight.read_by("fprop").codes.float(), torch.ones(4, 4)
+    )
+    for use in (
+        lambda: weight + 1,
+        lambda: weight.mul_(2),
+        lambda: weight.read_by("dgrad"),
+        lambda: weight.t(),
+    ):
+        with (
+            pytest.raises(FP8BackendError, match="enable_fsdp_float8_all_gather=False"),
+            torch.no_grad(),
+        ):
             use()

@@ -1,4 +1,5 @@
-"""Sums of `torch._scaled_mm` on an H200, recorded by benchmarks/gpu/sums.py, against `scaled_product`."""
+"""Sums of `torch._scaled_mm` on an H200, recorded by benchmarks/gpu/sums.py, against
+`scaled_product`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 def operands(case: str) -> tuple[Quantized, Quantized]:
     """Return the recorded codes [M, K] and [N, K] with their scales."""
     _, a_format, b_format, *_ = case.split()
-    a, b = (RECORDED[f"{case} {name}"].view(FORMATS[fmt]) for name, fmt in (("a", a_format), ("b", b_format)))
+    a, b = (
+        RECORDED[f"{case} {name}"].view(FORMATS[fmt])
+        for name, fmt in (("a", a_format), ("b", b_format))
+    )
     return Quantized(a, RECORDED[f"{case} scale_a"]), Quantized(b, RECORDED[f"{case} scale_b"].t())
 
 

@@ -25,10 +25,16 @@ def gpus(monkeypatch):
         is_amd = any(isinstance(gpu, str) for gpu in seen)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 4) if is_amd else seen[at(index)])
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_capability",
+            lambda index=0: (9, 4) if is_amd else seen[at(index)],
+        )
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: "pretended")
         properties = [SimpleNamespace(gcnArchName=gpu) for gpu in seen]
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index=0: properties[at(index)])
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda index=0: properties[at(index)]
+        )
         monkeypatch.setattr(torch.version, "hip", "7.0" if is_amd else None)
         monkeypatch.setattr(torch.version, "cuda", None if is_amd else cuda)
 
@@ -41,7 +47,13 @@ def gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("visible", "products"),
     [
-        *[((), False), (((8, 0),), False), (((8, 9),), True), (((9, 0), (9, 0)), True), (((9, 0), (8, 0)), False)],
+        *[
+            ((), False),
+            (((8, 0),), False),
+            (((8, 9),), True),
+            (((9, 0), (9, 0)), True),
+            (((9, 0), (8, 0)), False),
+        ],
         *[(("gfx942:sramecc+",), True), (("gfx950",), True), (("gfx950", "gfx90a"), False)],
     ],
 )
@@ -75,7 +87,9 @@ def test_native_uses_the_fp8_products_of_the_gpu(gpu, cuda, gpus, monkeypatch):
     gpus(gpu, cuda=cuda)
     monkeypatch.setattr(torch, "__version__", "2.14.0+cu130")
     device, bf16 = torch.device("cuda", 0), torch.bfloat16
-    engines = tuple(engine_for(device, bf16, scaling) for scaling in ("dynamic", "blockwise", "mxfp8"))
+    engines = tuple(
+        engine_for(device, bf16, scaling) for scaling in ("dynamic", "blockwise", "mxfp8")
+    )
     assert engines == NATIVE[gpu, cuda]
 
 
@@ -92,7 +106,10 @@ def test_chip_table_agrees_with_libraries(gpu, te, ao, gpus, monkeypatch):
     monkeypatch.setattr("fp8_backends.compute.hardware.version", lambda name: "2.20.2")
     assert (FP8 if TransformerEngineCompute().availability() else REFUSED) == te
     assert ("emulated" in TorchAOCompute().availability().reason) == (ao == EMULATED)
-    assert (cell_of("te:delayed", hardware.chip()).state, cell_of("ao:tensorwise", hardware.chip()).state) == (te, ao)
+    assert (
+        cell_of("te:delayed", hardware.chip()).state,
+        cell_of("ao:tensorwise", hardware.chip()).state,
+    ) == (te, ao)
 
 
 def test_advice_is_for_weakest_gpu_or_cpu(gpus):
@@ -105,7 +122,8 @@ def test_advice_is_for_weakest_gpu_or_cpu(gpus):
 
 
 CPUS = {
-    # name: capabilities, bf16 support in oneDNN, and the results: bf16 products, a useful `_scaled_mm`
+    # name: capabilities, bf16 support in oneDNN, and the results: bf16 products, a useful
+    # `_scaled_mm`
     "AVX2": ({"avx2"}, False, False, True),
     "AVX-512, where oneDNN goes by way of FP32": ({"avx2", "avx512_f"}, True, False, True),
     "AVX-512 BF16": ({"avx512_f", "avx512_bf16"}, True, True, True),
@@ -119,14 +137,26 @@ CPUS = {
 }
 
 
-@pytest.mark.parametrize(("capabilities", "in_onednn", "bf16", "scaled_mm"), CPUS.values(), ids=CPUS)
-def test_cpu_bf16_products_need_instructions_and_pytorch_support(capabilities, in_onednn, bf16, scaled_mm, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(capabilities, True), raising=False)
+@pytest.mark.parametrize(
+    ("capabilities", "in_onednn", "bf16", "scaled_mm"), CPUS.values(), ids=CPUS
+)
+def test_cpu_bf16_products_need_instructions_and_pytorch_support(
+    capabilities, in_onednn, bf16, scaled_mm, monkeypatch
+):
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: dict.fromkeys(capabilities, True), raising=False
+    )
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: in_onednn is not None)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: in_onednn)
     with torch.backends.mkldnn.flags(enabled=True):
-        assert answers() == (bf16, torch.bfloat16 if bf16 else torch.float32, "bf16" if bf16 else "fp32")
-        assert hardware.cpu_scaled_mm() is scaled_mm and hardware.fast_dtype("cuda") == torch.bfloat16
+        assert answers() == (
+            bf16,
+            torch.bfloat16 if bf16 else torch.float32,
+            "bf16" if bf16 else "fp32",
+        )
+        assert (
+            hardware.cpu_scaled_mm() is scaled_mm and hardware.fast_dtype("cuda") == torch.bfloat16
+        )
     with torch.backends.mkldnn.flags(enabled=False):
         assert answers() == (False, torch.float32, "fp32") and hardware.cpu_scaled_mm()
 
@@ -154,7 +184,12 @@ def test_fast_autocast_dtype_is_bf16_or_none(monkeypatch):
 def test_describe_names_device_and_versions(gpus):
     gpus((9, 0), (8, 9))
     machine = hardware.describe()
-    assert [machine[key] for key in ("device", "gpus", "capability", "fp8_products")] == ["pretended", 2, (8, 9), True]
+    assert [machine[key] for key in ("device", "gpus", "capability", "fp8_products")] == [
+        "pretended",
+        2,
+        (8, 9),
+        True,
+    ]
     assert machine["versions"]["torch"] == importlib.metadata.version("torch")
     gpus()
     machine = hardware.describe()

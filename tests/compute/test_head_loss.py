@@ -1,5 +1,5 @@
-"""The loss of an output head in chunks: against PyTorch's cross-entropy in high precision within the rounding of its
-products, in FP8 against `FP8Linear` chunk by chunk, to the bit."""
+"""The loss of an output head in chunks: against PyTorch's cross-entropy in high precision within
+the rounding of its products, in FP8 against `FP8Linear` chunk by chunk, to the bit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,14 @@ def fp8_head(linear, scaling, **fields):
 def head_loss(head, x, labels, products, elementwise=None, options=None):
     seen, options = [], options or CrossEntropy()
     loss = HeadLoss.apply(
-        x, head.weight, head.bias, labels, products, elementwise, options, lambda *gradients: seen.append(gradients)
+        x,
+        head.weight,
+        head.bias,
+        labels,
+        products,
+        elementwise,
+        options,
+        lambda *gradients: seen.append(gradients),
     )
     return loss, seen
 
@@ -83,29 +90,49 @@ PROBLEMS = {
     factor=st.sampled_from([1.0, 2.0**16]),
 )
 def test_high_precision_loss_is_within_product_rounding(
-    seed, tokens, hidden, vocabulary, with_bias, dtype, takes_mean, label_smoothing, elementwise, factor
+    seed,
+    tokens,
+    hidden,
+    vocabulary,
+    with_bias,
+    dtype,
+    takes_mean,
+    label_smoothing,
+    elementwise,
+    factor,
 ):
     """`factor` stands for a loss scale."""
     head, x, labels = problem(seed, tokens, hidden, vocabulary, dtype, with_bias)
     labels[0] = 0  # at least one counts
     options = CrossEntropy(IGNORED, takes_mean, label_smoothing)
-    loss, _ = head_loss(head, x, labels, HeadProducts(head.weight, head.bias, dtype), elementwise, options)
+    loss, _ = head_loss(
+        head, x, labels, HeadProducts(head.weight, head.bias, dtype), elementwise, options
+    )
     found = gradients(loss, head, x, factor)
 
-    exact_head, exact_x = nn.Linear(hidden, vocabulary, bias=with_bias).double(), x.detach().double().requires_grad_()
+    exact_head, exact_x = (
+        nn.Linear(hidden, vocabulary, bias=with_bias).double(),
+        x.detach().double().requires_grad_(),
+    )
     exact_head.load_state_dict({name: value.double() for name, value in head.state_dict().items()})
     logits = exact_head(exact_x)
     scores = logits if elementwise is None else elementwise(logits)
     reduction = "mean" if takes_mean else "sum"
-    exact = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction=reduction, label_smoothing=label_smoothing)
-    of_scores, *wanted = torch.autograd.grad(exact * factor, [scores, exact_x, *exact_head.parameters()])
+    exact = F.cross_entropy(
+        scores, labels, ignore_index=IGNORED, reduction=reduction, label_smoothing=label_smoothing
+    )
+    of_scores, *wanted = torch.autograd.grad(
+        exact * factor, [scores, exact_x, *exact_head.parameters()]
+    )
 
     # a score is rounded twice by the head and three times by the softcap, by half a unit each
     unit, counts = torch.finfo(dtype).eps, labels != IGNORED
     off = 3 * unit * max(scores.abs().max().item(), logits.abs().max().item())
     number = counts.sum().item()
     # the loss of a token changes by twice as much, and a probability by that power of e
-    assert abs(loss.item() - exact.item()) <= (2 * off + 1e-6 * exact.item()) * (1 if takes_mean else number)
+    assert abs(loss.item() - exact.item()) <= (2 * off + 1e-6 * exact.item()) * (
+        1 if takes_mean else number
+    )
     size = factor / number if takes_mean else factor
     of_probability = size * scores.detach().softmax(1) * counts.unsqueeze(1)
     # then the gradient is rounded, and so are the softcap's derivative and the products
@@ -115,7 +142,9 @@ def test_high_precision_loss_is_within_product_rounding(
     for gradient, expected, bound in zip(found, wanted, bounds, strict=False):
         assert gradient.dtype == dtype
         if expected.abs().max() < torch.finfo(dtype).max:
-            assert ((gradient.double() - expected).abs() <= bound + 4 * unit * expected.abs() + smallest).all()
+            assert (
+                (gradient.double() - expected).abs() <= bound + 4 * unit * expected.abs() + smallest
+            ).all()
 
 
 @settings(max_examples=20)
@@ -123,7 +152,9 @@ def test_high_precision_loss_is_within_product_rounding(
     **PROBLEMS,
     scaling=st.sampled_from([*SCALINGS, "window"]),
     fp8_format=st.sampled_from(["HYBRID", "E4M3"]),
-    high=st.sampled_from([(False, False, False), (True, False, False), (False, True, False), (False, False, True)]),
+    high=st.sampled_from(
+        [(False, False, False), (True, False, False), (False, True, False), (False, False, True)]
+    ),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     label_smoothing=st.sampled_from([0.0, 0.1]),
 )
@@ -172,8 +203,15 @@ def test_only_required_gradients_are_computed():
     head.weight.requires_grad_(False)
     loss, seen = head_loss(head, x, labels, HeadProducts(head.weight, head.bias, torch.float32))
     loss.backward()
-    assert seen == [(True, False)] and x.grad is not None and head.weight.grad is None and head.bias.grad is not None
-    loss, seen = head_loss(head, x.detach(), labels, HeadProducts(head.weight, head.bias, torch.float32))
+    assert (
+        seen == [(True, False)]
+        and x.grad is not None
+        and head.weight.grad is None
+        and head.bias.grad is not None
+    )
+    loss, seen = head_loss(
+        head, x.detach(), labels, HeadProducts(head.weight, head.bias, torch.float32)
+    )
     loss.backward()
     assert seen == [(False, False)]
 
@@ -196,8 +234,13 @@ def test_backward_runs_once_and_has_no_derivative():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "chunks"), [(0, 16, 1), (300, 16, 3), (8191, 4096, 1), (8193, 4096, 2), (32768, 2048, 8)]
+    ("tokens", "hidden", "chunks"),
+    [(0, 16, 1), (300, 16, 3), (8191, 4096, 1), (8193, 4096, 2), (32768, 2048, 8)],
 )
 def test_chunks_are_equal_and_grow_with_hidden_size(tokens, hidden, chunks):
     sizes = [len(each) for each in torch.empty(tokens).split(tokens_of_chunk(tokens, hidden))]
-    assert len(sizes) == chunks and max(sizes) <= max(2 * hidden, 128) and max(sizes) - min(sizes) < 128 * chunks
+    assert (
+        len(sizes) == chunks
+        and max(sizes) <= max(2 * hidden, 128)
+        and max(sizes) - min(sizes) < 128 * chunks
+    )

@@ -20,7 +20,14 @@ from fp8_backends.errors import FP8BackendError
 
 __all__ = ["fresh_accelerate"]  # each test has Accelerate's state for itself
 
-BACKENDS = ["native:dynamic", "native:window", "native:rowwise", "native:blockwise", "native:mxfp8", "msamp:O2"]
+BACKENDS = [
+    "native:dynamic",
+    "native:window",
+    "native:rowwise",
+    "native:blockwise",
+    "native:mxfp8",
+    "msamp:O2",
+]
 COMPUTE = NativeCompute()
 
 
@@ -137,7 +144,9 @@ def test_a_momentum_teacher_written_through_data_is_cast_in_each_forward(trains,
     for keep in (False, True):
         model = Taught(AVERAGES[average], differentiable=trains == "all")
         model.teacher.requires_grad_(trains == "all")
-        optimizer = torch.optim.SGD((model.student if trains == "student" else model).parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(
+            (model.student if trains == "student" else model).parameters(), lr=0.1
+        )
         prepare(model, optimizer, "native:dynamic")
         keep_weight_casts(model, keep)
         trained(model, optimizer)
@@ -165,7 +174,9 @@ def by_data(model, optimizer):
 
 
 def by_loading(model, optimizer, assign=False):
-    model.load_state_dict({name: 2 * value.clone() for name, value in model.state_dict().items()}, assign=assign)
+    model.load_state_dict(
+        {name: 2 * value.clone() for name, value in model.state_dict().items()}, assign=assign
+    )
 
 
 CHANGES = {
@@ -274,15 +285,24 @@ def test_compiled_code_casts_inside_its_graph(casts):
 
 
 def test_audit_counts_bytes_of_kept_codes():
-    """Keep one code per weight element; tensorwise rules hold it from forward to backward anyway."""
-    for backend, before, after in (("native:dynamic", 1, 1), ("native:rowwise", 0, 1), ("native:delayed", 1, 1)):
+    """Keep one code per weight element; tensorwise rules hold it from forward to backward
+    anyway."""
+    for backend, before, after in (
+        ("native:dynamic", 1, 1),
+        ("native:rowwise", 0, 1),
+        ("native:delayed", 1, 1),
+    ):
         model, optimizer = made(backend, keep=False)
         assert COMPUTE.transient_bytes_per_element(model[0]) == before
         keep_codes(model)
         assert COMPUTE.transient_bytes_per_element(model[0]) == after
         microbatch(model)
         held = model[0].fp8_shared.held(model[0])
-        assert held is None if backend == "native:delayed" else held.codes.numel() == model[0].weight.numel()
+        assert (
+            held is None
+            if backend == "native:delayed"
+            else held.codes.numel() == model[0].weight.numel()
+        )
         total = sum(p.numel() for p in model.parameters())
         weights = model[0].weight.numel() + model[2].weight.numel()
         grown = fp8_backends.audit(model, optimizer).bytes_per_parameter["total"]

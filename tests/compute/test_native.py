@@ -1,4 +1,5 @@
-"""Test the native FP8 linear layer in isolation: numbers, shapes, memory, robustness and refusals."""
+"""Test the native FP8 linear layer in isolation: numbers, shapes, memory, robustness and
+refusals."""
 
 import copy
 
@@ -21,12 +22,17 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 def fp8_linear(linear, scaling="dynamic", **fields):
     """A native FP8 layer with the Parameters of `linear`."""
-    compute, recipe = NativeCompute(), resolve(FP8RecipeKwargs(backend=f"native:{scaling}", **fields))
+    compute, recipe = (
+        NativeCompute(),
+        resolve(FP8RecipeKwargs(backend=f"native:{scaling}", **fields)),
+    )
     return compute.build(linear, recipe, compute.new_shared(linear, recipe)).train(linear.training)
 
 
 def roll(layer, **fields):
-    NativeCompute().attach(layer, resolve(FP8RecipeKwargs(backend="native:delayed", **fields)), None)
+    NativeCompute().attach(
+        layer, resolve(FP8RecipeKwargs(backend="native:delayed", **fields)), None
+    )
 
 
 def warmed_up(layer, x, dy):
@@ -46,9 +52,11 @@ def sqnr(exact, values):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_accuracy_against_fp32(scaling, dtype):
-    """256 -> 512, 256 tokens, normal data: at least 28 dB out, 24 dB gradients; below 32 dB, or it was not FP8.
+    """256 -> 512, 256 tokens, normal data: at least 28 dB out, 24 dB gradients; below 32 dB, or it
+    was not FP8.
 
-    An E4M3 operand has 31 to 32 dB (1/8 between its numbers), E5M2 6 dB less; two operands' errors add up.
+    An E4M3 operand has 31 to 32 dB (1/8 between its numbers), E5M2 6 dB less; two operands' errors
+    add up.
     """
     torch.manual_seed(0)
     linear = nn.Linear(256, 512).to(dtype)
@@ -63,7 +71,9 @@ def test_accuracy_against_fp32(scaling, dtype):
     assert 28 <= sqnr(y32.double(), y) < 32
     assert 24 <= sqnr(x32.grad.double(), x.grad) < 32
     assert 24 <= sqnr(exact.weight.grad.double(), layer.weight.grad) < 32
-    plain = F.linear(x.detach(), linear.weight.detach(), bias := linear.bias.detach().clone().requires_grad_())
+    plain = F.linear(
+        x.detach(), linear.weight.detach(), bias := linear.bias.detach().clone().requires_grad_()
+    )
     plain.backward(dy)
     assert torch.equal(layer.bias.grad, bias.grad)
     assert (layer.fp8_products[:3] > 0).all()
@@ -72,7 +82,8 @@ def test_accuracy_against_fp32(scaling, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
 @pytest.mark.parametrize(
-    "tokens,n_in,n_out", [nightly(32, 64, 48), (17, 33, 5), (1, 16, 16), nightly(50, 1, 3), (130, 303, 272)]
+    "tokens,n_in,n_out",
+    [nightly(32, 64, 48), (17, 33, 5), (1, 16, 16), nightly(50, 1, 3), (130, 303, 272)],
 )
 @pytest.mark.parametrize("scaling", ["dynamic", *ALONG_CONTRACTION])
 def test_all_three_products_match_reference(scaling, tokens, n_in, n_out, fp8_format):
@@ -81,8 +92,11 @@ def test_all_three_products_match_reference(scaling, tokens, n_in, n_out, fp8_fo
     x, dy = torch.randn(tokens, n_in, requires_grad=True), torch.randn(tokens, n_out)
     y = layer(x)
     y.backward(dy)
-    expected = reference.linear(x.detach(), layer.weight.detach(), dy, *RECIPE_FORMATS[fp8_format], scaling)
-    # fp32 results differ by the order of summation; rowwise products are rounded to bf16 (here twice), as on a GPU
+    expected = reference.linear(
+        x.detach(), layer.weight.detach(), dy, *RECIPE_FORMATS[fp8_format], scaling
+    )
+    # fp32 results differ by the order of summation; rowwise products are rounded to bf16 (here
+    # twice), as on a GPU
     bound = 2**-7 if scaling == "rowwise" else 2**-19
     for ours, exact in zip((y, x.grad, layer.weight.grad), expected, strict=True):
         assert (ours - exact).abs().max() <= bound * exact.abs().max()
@@ -90,8 +104,8 @@ def test_all_three_products_match_reference(scaling, tokens, n_in, n_out, fp8_fo
 
 @pytest.mark.parametrize("scaling", ["dynamic", *ALONG_CONTRACTION])
 def test_small_values_underflow_only_within_a_shared_scale(scaling):
-    """One scale casts 2**-20 next to 1 to zero. Tokens share a scale only per tensor; rows of a weight per tensor and
-    per square; each product has scales along its own contraction."""
+    """One scale casts 2**-20 next to 1 to zero. Tokens share a scale only per tensor; rows of a
+    weight per tensor and per square; each product has scales along its own contraction."""
     layer = fp8_linear(nn.Linear(256, 2, bias=False), scaling)
     small = torch.tensor([1.0, 2.0**-20])
     layer.weight.data.copy_(small[:, None].expand(2, 256))
@@ -129,7 +143,9 @@ def test_fp32_input_is_quantized_from_fp32_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     codes, scale_inv = reference.quantize(x, RECIPE_FORMATS["HYBRID"][0])
-    w = reference.dequantize(*reference.quantize(layer.weight.detach(), RECIPE_FORMATS["HYBRID"][0]))
+    w = reference.dequantize(
+        *reference.quantize(layer.weight.detach(), RECIPE_FORMATS["HYBRID"][0])
+    )
     exact = reference.dequantize(codes, scale_inv) @ w.t()
     assert torch.allclose(y.float(), exact, rtol=2**-7, atol=1e-6)
 
@@ -161,7 +177,9 @@ def test_layer_saves_input_in_half_the_bytes_of_bf16():
         layer = fp8_linear(linear, scaling)
         ours = saved_bytes(lambda layer=layer: layer(x * 1), linear.weight)
         weight_codes = 0 if scaling in ALONG_CONTRACTION else linear.weight.numel()
-        scales = {"blockwise": 4 * x.numel() // 128, "mxfp8": x.numel() // 32}.get(scaling, 4 * (256 + 1))
+        scales = {"blockwise": 4 * x.numel() // 128, "mxfp8": x.numel() // 32}.get(
+            scaling, 4 * (256 + 1)
+        )
         assert plain == x.numel() * 2 and ours <= x.numel() + weight_codes + scales
 
 
@@ -169,21 +187,29 @@ def test_layer_saves_input_in_half_the_bytes_of_bf16():
 def test_layers_with_same_input_share_one_copy(scaling):
     compute, recipe = NativeCompute(), resolve(f"native:{scaling}")
     shared = compute.new_shared(None, recipe)
-    q, k, v = (compute.build(nn.Linear(128, 16, bias=False), recipe, shared).train() for _ in range(3))
+    q, k, v = (
+        compute.build(nn.Linear(128, 16, bias=False), recipe, shared).train() for _ in range(3)
+    )
     x = torch.randn(1024, 128, dtype=torch.bfloat16, requires_grad=True)
 
     def block():
         h = x * 1
         return q(h) + k(h) + v(h)
 
-    assert saved_bytes(block, q.weight, k.weight, v.weight) <= x.numel() + 3 * (16 * 128) + 4 * 2 * 1024
+    assert (
+        saved_bytes(block, q.weight, k.weight, v.weight)
+        <= x.numel() + 3 * (16 * 128) + 4 * 2 * 1024
+    )
 
 
 def test_changed_input_is_quantized_again():
-    """Share codes only among readers of equal values: not after an in-place change, and never for a leaf."""
+    """Share codes only among readers of equal values: not after an in-place change, and never for a
+    leaf."""
     compute, recipe = NativeCompute(), resolve("native")
     shared = compute.new_shared(None, recipe)
-    first, second = (compute.build(nn.Linear(16, 16, bias=False), recipe, shared).train() for _ in range(2))
+    first, second = (
+        compute.build(nn.Linear(16, 16, bias=False), recipe, shared).train() for _ in range(2)
+    )
     second.weight = first.weight
     base = torch.randn(16, 16, requires_grad=True)
     h = base * 1
@@ -243,7 +269,9 @@ def test_margin_leaves_headroom():
         x = torch.randn(16, 16)
         layer(x).sum().backward()
         layer(x)
-        scales.append(NativeCompute().scaling_state(layer)[".fp8_scaling"].view(torch.float32)[0, 0].item())
+        scales.append(
+            NativeCompute().scaling_state(layer)[".fp8_scaling"].view(torch.float32)[0, 0].item()
+        )
     assert scales[0] == 4 * scales[1]
 
 
@@ -335,21 +363,26 @@ def test_integer_input_fails_as_in_plain_layer():
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("tokens,n_in,n_out", [nightly(32, 64, 48), (17, 33, 5), (131, 303, 272)])
-def test_all_three_products_are_valid_on_a_gpu(scaling, fp8_format, dtype, tokens, n_in, n_out, monkeypatch):
+def test_all_three_products_are_valid_on_a_gpu(
+    scaling, fp8_format, dtype, tokens, n_in, n_out, monkeypatch
+):
     layer = fp8_linear(nn.Linear(n_in, n_out, dtype=dtype), scaling, fp8_format=fp8_format)
     x = torch.randn(tokens, n_in, dtype=dtype, requires_grad=True)
     here = layer(x)
     with GPURules(monkeypatch) as gpu:
         y = layer(x)
         y.sum().backward()
-    in_e5m2 = scaling == "blockwise" and fp8_format == "HYBRID"  # emulated: no GPU multiplies E5M2 in blocks of 128
+    # emulated: no GPU multiplies E5M2 in blocks of 128
+    in_e5m2 = scaling == "blockwise" and fp8_format == "HYBRID"
     assert len(gpu.products) == (1 if in_e5m2 else 3)
-    # as by the CPU's own engine: each of two roundings to bf16, of the product and of its sum with the bias, may fall
-    # to the other side if the order of summation differs
+    # as by the CPU's own engine: each of two roundings to bf16, of the product and of its sum with
+    # the bias, may fall to the other side if the order of summation differs
     assert (y - here).abs().max() <= 2 * 2**-7 * here.abs().max()
 
 
-@pytest.mark.parametrize("scaling,in_fp32", [("dynamic", True), ("delayed", True), ("rowwise", False)])
+@pytest.mark.parametrize(
+    "scaling,in_fp32", [("dynamic", True), ("delayed", True), ("rowwise", False)]
+)
 def test_gpu_writes_fp32_wgrad_for_tensorwise_scales(scaling, in_fp32, monkeypatch):
     layer = fp8_linear(nn.Linear(64, 48), scaling)
     with GPURules(monkeypatch), torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,5 @@
-"""Freeze weights as E4M3 codes in the model's own Parameters: `fp8_params` of the native compute."""
+"""Freeze weights as E4M3 codes in the model's own Parameters: `fp8_params` of the native
+compute."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ class Adapted(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.adapter = nn.Linear(32, 32)
-        self.base = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).to(dtype).requires_grad_(False)
+        self.base = (
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+            .to(dtype)
+            .requires_grad_(False)
+        )
 
     def forward(self, x):
         return self.base(self.adapter(x).to(self.base[0].bias.dtype)).float()
@@ -67,8 +72,8 @@ def rounded() -> Adapted:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_products_match_rounded_values(scaling):
-    """Losses are close to plain weights with the same values: other scales cast these, so some codes differ by half a
-    step of E4M3 (1/16 at most)."""
+    """Losses are close to plain weights with the same values: other scales cast these, so some
+    codes differ by half a step of E4M3 (1/16 at most)."""
     model, optimizer = prepared(scaling=scaling, fp8_params=True)
     assert all(map(is_frozen, weights(model)))
     found = losses(model, optimizer)
@@ -85,16 +90,21 @@ def test_frozen_parameters_stay_and_take_one_byte():
     before, values = list(model.parameters()), copy.deepcopy(model.state_dict())
     _, optimizer = prepared(model, fp8_params=True)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-    assert all(isinstance(weight, nn.Parameter) and not weight.requires_grad for weight in weights(model))
+    assert all(
+        isinstance(weight, nn.Parameter) and not weight.requires_grad for weight in weights(model)
+    )
     losses(model, optimizer, BATCHES[:1])
     audit = fp8_backends.audit(model, optimizer)
     assert audit.bytes_per_element["weight"] == 1 + 4 / 2048  # codes, and a scale in FP32
     assert audit.dtypes["weight"] == "float8_e4m3fn"
     own = 2 * (2048 + 4) + 4 * (1024 + 32 + 64 + 32)
     # and no copy from forward to backward
-    assert audit.bytes_per_parameter["weight"] == pytest.approx(own / sum(p.numel() for p in model.parameters()))
+    assert audit.bytes_per_parameter["weight"] == pytest.approx(
+        own / sum(p.numel() for p in model.parameters())
+    )
     frozen = values["base.0.weight"]
-    half_a_step = frozen.abs() * 2**-4 + frozen.abs().max() / 224 * 2**-10  # steps of E4M3, and of its smallest numbers
+    # steps of E4M3, and of its smallest numbers
+    half_a_step = frozen.abs() * 2**-4 + frozen.abs().max() / 224 * 2**-10
     assert ((model.base[0].weight.dequantize() - frozen).abs() <= half_a_step).all()
     assert "w:e4m3 stored" in repr(model)
 
@@ -103,17 +113,29 @@ def test_frozen_parameters_stay_and_take_one_byte():
 def test_checkpoints_are_plain_and_load_bitwise(dtype):
     model, _ = prepared(Adapted(dtype), fp8_params=True)
     saved = model.state_dict()
-    assert {type(tensor) for tensor in saved.values()} == {torch.Tensor} and saved["base.0.weight"].dtype == dtype
+    assert {type(tensor) for tensor in saved.values()} == {torch.Tensor} and saved[
+        "base.0.weight"
+    ].dtype == dtype
     Adapted(dtype).load_state_dict(saved, strict=True)
     codes = [(weight.codes.clone(), weight.scale_inv.clone()) for weight in weights(model)]
     values = [weight.dequantize(torch.float32) for weight in weights(model)]
     for assign in (False, True):
         model.load_state_dict({name: 10 * tensor for name, tensor in saved.items()}, assign=assign)
         assert all(map(is_frozen, weights(model)))
-        assert not any(map(torch.equal, values, (weight.dequantize(torch.float32) for weight in weights(model))))
+        assert not any(
+            map(
+                torch.equal, values, (weight.dequantize(torch.float32) for weight in weights(model))
+            )
+        )
         model.load_state_dict(saved, assign=assign)
-        assert all(map(is_frozen, weights(model))) and all(weight.dtype == dtype for weight in weights(model))
-        assert all(map(torch.equal, values, (weight.dequantize(torch.float32) for weight in weights(model))))
+        assert all(map(is_frozen, weights(model))) and all(
+            weight.dtype == dtype for weight in weights(model)
+        )
+        assert all(
+            map(
+                torch.equal, values, (weight.dequantize(torch.float32) for weight in weights(model))
+            )
+        )
     assert all(code.dtype == torch.float8_e4m3fn for code, _ in codes)
 
 
@@ -171,8 +193,12 @@ def test_inplace_update_of_frozen_weight_is_held_in_fp32():
     model, _ = prepared(fp8_params=True)
     weight, before = model.base[0].weight, model.base[0].weight.exact()
     weight.data += torch.full((64, 32), 1e-4)
-    torch.testing.assert_close(model.state_dict()["base.0.weight"], before + 1e-4, rtol=1e-6, atol=0)
-    assert torch.equal(weight.dequantize(), quantize(weight.exact(), torch.float8_e4m3fn).dequantize())
+    torch.testing.assert_close(
+        model.state_dict()["base.0.weight"], before + 1e-4, rtol=1e-6, atol=0
+    )
+    assert torch.equal(
+        weight.dequantize(), quantize(weight.exact(), torch.float8_e4m3fn).dequantize()
+    )
 
 
 WRITES = {
@@ -194,7 +220,9 @@ CARRIERS = {
 def test_written_values_of_a_frozen_weight_stay_exact(frozen_by, carrier):
     fields = {"fp8_params": True} if frozen_by == "fp8_params" else {"backend": frozen_by}
     model = Adapted()
-    recipe = fp8_backends.FP8RecipeKwargs(**({"backend": "native:dynamic", "exclude": ["adapter"]} | fields))
+    recipe = fp8_backends.FP8RecipeKwargs(
+        **({"backend": "native:dynamic", "exclude": ["adapter"]} | fields)
+    )
     prepare(model, torch.optim.AdamW(model.adapter.parameters()), recipe)
     model = CARRIERS[carrier](model)
     for write in WRITES.values():
@@ -211,7 +239,9 @@ def test_written_values_of_a_frozen_weight_stay_exact(frozen_by, carrier):
 def test_a_loaded_frozen_weight_takes_more_memory_only_for_new_values(frozen_by, assign):
     fields = {"fp8_params": True} if frozen_by == "fp8_params" else {"backend": frozen_by}
     model = Adapted()
-    recipe = fp8_backends.FP8RecipeKwargs(**({"backend": "native:dynamic", "exclude": ["adapter"]} | fields))
+    recipe = fp8_backends.FP8RecipeKwargs(
+        **({"backend": "native:dynamic", "exclude": ["adapter"]} | fields)
+    )
     prepare(model, torch.optim.AdamW(model.adapter.parameters()), recipe)
     saved, size = model.state_dict(), len(pickle.dumps(model.base[0].weight))
     model.base[0].weight.data *= 1.1
@@ -226,7 +256,9 @@ def test_a_loaded_frozen_weight_takes_more_memory_only_for_new_values(frozen_by,
 def test_moves_and_casts_keep_fp8():
     model, optimizer = prepared(fp8_params=True)
     model.to(torch.bfloat16)
-    assert all(map(is_frozen, weights(model))) and all(weight.dtype == torch.bfloat16 for weight in weights(model))
+    assert all(map(is_frozen, weights(model))) and all(
+        weight.dtype == torch.bfloat16 for weight in weights(model)
+    )
     assert all(weight.codes.dtype == torch.float8_e4m3fn for weight in weights(model))
     with torch.autocast("cpu", torch.bfloat16):
         model(BATCHES[0].bfloat16()).sum().backward()
@@ -238,7 +270,9 @@ def test_sharded_weights_are_refused(tmp_path):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     try:
         sharded, frozen = Adapted(), Adapted()
         fully_shard(sharded)

@@ -1,5 +1,5 @@
-"""Whole models on the native compute: training steps, checkpointing, compiled code, copies, with weights plain or
-stored in scaled precision."""
+"""Whole models on the native compute: training steps, checkpointing, compiled code, copies, with
+weights plain or stored in scaled precision."""
 
 import copy
 import functools
@@ -37,7 +37,9 @@ class Block(nn.Module):
 
     def forward(self, x):
         return (
-            self.inner(x) if self.use_reentrant is None else checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+            self.inner(x)
+            if self.use_reentrant is None
+            else checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
         )
 
 
@@ -59,7 +61,8 @@ def made(scaling, stored="plain", use_reentrant=None, kind=Block):
 
 
 def trained(model, compiler=None, steps=5):
-    """(losses and gradient norms of steps with new weights, product counts, scaling states, graphs by step)"""
+    """(losses and gradient norms of steps with new weights, product counts, scaling states, graphs
+    by step)"""
     layers = [layer for layer in model.modules() if isinstance(layer, FP8Linear)]
     graphs, compiled, numbers = [], [], []
 
@@ -77,7 +80,10 @@ def trained(model, compiler=None, steps=5):
         numbers += [loss.item(), x.grad.norm().item()]
         with torch.no_grad():
             for layer in layers:
-                assert type(layer.weight.grad) is torch.Tensor and layer.weight.grad.dtype == torch.float32
+                assert (
+                    type(layer.weight.grad) is torch.Tensor
+                    and layer.weight.grad.dtype == torch.float32
+                )
                 numbers.append(layer.weight.grad.norm().item())
                 values = layer.weight.detach()
                 values = values.dequantize() if isinstance(values, ScaledTensor) else values
@@ -85,7 +91,12 @@ def trained(model, compiler=None, steps=5):
         model.zero_grad()
         COMPUTE.after_optimizer_step(model)
         compiled.append(len(graphs))
-    return numbers, [layer.fp8_products.tolist() for layer in layers], COMPUTE.scaling_state(model), compiled
+    return (
+        numbers,
+        [layer.fp8_products.tolist() for layer in layers],
+        COMPUTE.scaling_state(model),
+        compiled,
+    )
 
 
 def update(loss, optimizer):
@@ -95,7 +106,9 @@ def update(loss, optimizer):
 
 
 def assert_same_states(states, others):
-    assert states.keys() == others.keys() and all(torch.equal(state, others[name]) for name, state in states.items())
+    assert states.keys() == others.keys() and all(
+        torch.equal(state, others[name]) for name, state in states.items()
+    )
 
 
 @pytest.mark.slow
@@ -106,10 +119,15 @@ def test_recomputation_uses_same_scales(scaling, stored, use_reentrant):
     """Match bitwise; count recomputation separately. The window rule reaches its delayed scales."""
     steps = WINDOW + 2 if scaling == "window" else 5
     numbers, counts, states, _ = trained(made(scaling, stored), steps=steps)
-    again, again_counts, again_states, _ = trained(made(scaling, stored, use_reentrant), steps=steps)
+    again, again_counts, again_states, _ = trained(
+        made(scaling, stored, use_reentrant), steps=steps
+    )
     assert again == numbers
     assert_same_states(again_states, states)
-    assert all(other[:3] == one[:3] and other[3] > 0 for one, other in zip(counts, again_counts, strict=True))
+    assert all(
+        other[:3] == one[:3] and other[3] > 0
+        for one, other in zip(counts, again_counts, strict=True)
+    )
 
 
 def gradients(model, training, then=lambda model: None):
@@ -152,13 +170,17 @@ def test_recomputation_runs_in_the_mode_of_the_first_forward(scaling, use_reentr
     "scaling,stored,use_reentrant",
     [
         *(("window", "FP16", None), ("delayed", "E4M3", None), ("mxfp8", "plain", True)),
-        *(nightly("rowwise", "E4M3", None), nightly("dynamic", "FP16", None), nightly("blockwise", "FP16", None)),
+        *(
+            nightly("rowwise", "E4M3", None),
+            nightly("dynamic", "FP16", None),
+            nightly("blockwise", "FP16", None),
+        ),
         *(nightly("mxfp8", "E4M3", None), nightly("delayed", "plain", False)),
     ],
 )
 def test_compiled_training_matches_eager(scaling, stored, use_reentrant):
-    """Match bitwise, without a graph break, and into the window rule's delayed scales. Compiled code counts each
-    forward once, recomputed or not."""
+    """Match bitwise, without a graph break, and into the window rule's delayed scales. Compiled
+    code counts each forward once, recomputed or not."""
     steps = WINDOW + 2 if scaling == "window" else 5
     numbers, counts, states, _ = trained(made(scaling, stored, kind=Gate), steps=steps)
     compiled = trained(made(scaling, stored, use_reentrant, kind=Gate), "aot_eager", steps)
@@ -168,7 +190,9 @@ def test_compiled_training_matches_eager(scaling, stored, use_reentrant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copied", [copy.deepcopy, nightly(lambda model: pickle.loads(pickle.dumps(model)))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, nightly(lambda model: pickle.loads(pickle.dumps(model)))]
+)
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_copies_train_independently(scaling, stored, copied):
@@ -194,7 +218,10 @@ def test_meta_model_keeps_weight_form_and_starts_fresh(scaling, stored):
     assert all(layer.weight.is_meta for layer in (model.up, model.side, model.down))
     model.to_empty(device="cpu").load_state_dict(weights)
     if stored != "plain":
-        assert isinstance(model.up.weight, ScaledTensor) and model.up.weight.codes.dtype == STORED[stored]
+        assert (
+            isinstance(model.up.weight, ScaledTensor)
+            and model.up.weight.codes.dtype == STORED[stored]
+        )
     numbers, counts, *_ = trained(model)
     assert numbers == trained(made(scaling, stored))[0] and counts == [[5, 5, 5, 0]] * 3
 
@@ -204,19 +231,27 @@ def test_meta_model_keeps_weight_form_and_starts_fresh(scaling, stored):
 @pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize("stored", STORAGES)
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_whole_training_steps_are_valid_on_a_gpu(scaling, stored, dtype, autocast_dtype, monkeypatch):
+def test_whole_training_steps_are_valid_on_a_gpu(
+    scaling, stored, dtype, autocast_dtype, monkeypatch
+):
     model = prepared(Block(use_reentrant=False).to(dtype), scaling, STORAGES[stored])
     with GPURules(monkeypatch) as gpu:
         for _ in range(2):
-            x = torch.randn(3, 7, 32, dtype=dtype, requires_grad=True)  # 21 tokens: padded for wgrad
+            # 21 tokens: padded for wgrad
+            x = torch.randn(3, 7, 32, dtype=dtype, requires_grad=True)
             with autocast(autocast_dtype):
                 y = model(x)
             y.float().sum().backward()
             for p in model.parameters():
-                assert type(p.grad) is torch.Tensor and p.grad.shape == p.shape and p.grad.dtype == dtype
+                assert (
+                    type(p.grad) is torch.Tensor
+                    and p.grad.shape == p.shape
+                    and p.grad.dtype == dtype
+                )
             model.zero_grad()
             COMPUTE.after_optimizer_step(model)
-    # two steps of three layers: fprop, dgrad, wgrad, and fprop recomputed (not needed again for the last layer)
+    # two steps of three layers: fprop, dgrad, wgrad, and fprop recomputed (not needed again for the
+    # last layer)
     assert len(gpu.products) >= 2 * (3 * 3 + 2)
 
 
@@ -260,7 +295,9 @@ def test_selective_checkpointing_saves_products(family, scaling, monkeypatch):
 @pytest.mark.slow
 def test_selective_checkpointing_keeps_30_bytes(monkeypatch):
     """For each token and hidden feature of a Llama layer, as the guide says."""
-    model, _ = prepare(build("llama", intermediate_size=128, num_key_value_heads=2), None, "native:dynamic")
+    model, _ = prepare(
+        build("llama", intermediate_size=128, num_key_value_heads=2), None, "native:dynamic"
+    )
     saved = []
 
     def contexts():
@@ -272,10 +309,15 @@ def test_selective_checkpointing_keeps_30_bytes(monkeypatch):
     with GPURules(monkeypatch):
         loss_of(model, batch())
     tensors = [getattr(leaf, "val", None) for leaf in tree_leaves(saved)]
-    kept = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim() != 3)
+    kept = sum(
+        tensor.nbytes
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor) and tensor.dim() != 3
+    )
     tokens = batch()["input_ids"].numel()
     layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
-    assert kept + 2 * layers * tokens * hidden == 30 * layers * tokens * hidden  # its input in bf16, too
+    # its input in bf16, too
+    assert kept + 2 * layers * tokens * hidden == 30 * layers * tokens * hidden
 
 
 @pytest.mark.parametrize(
@@ -284,7 +326,8 @@ def test_selective_checkpointing_keeps_30_bytes(monkeypatch):
     + [f"native:{scaling}+msamp:O4" for scaling in ("rowwise", "blockwise", "mxfp8")],
 )
 def test_block_casts_read_stored_weights(backend):
-    """Use sizes not divisible by a block. Losses equal those with one power of two per tensor to 2 %."""
+    """Use sizes not divisible by a block. Losses equal those with one power of two per tensor to 2
+    %."""
     losses = {}
     for each in (backend, "msamp" + backend[-3:]):
         torch.manual_seed(0)
@@ -295,8 +338,12 @@ def test_block_casts_read_stored_weights(backend):
             loss = (model(x) - target).pow(2).mean()
             update(loss, optimizer)
         losses[each] = loss.item()
-        assert model[0].fp8_products.tolist() == [10, 0, 10, 0] and model[2].fp8_products.tolist() == [10, 10, 10, 0]
-        assert model[0].weight.codes.dtype == (torch.float16 if each.endswith("O2") else torch.float8_e4m3fn)
+        assert model[0].fp8_products.tolist() == [10, 0, 10, 0] and model[
+            2
+        ].fp8_products.tolist() == [10, 10, 10, 0]
+        assert model[0].weight.codes.dtype == (
+            torch.float16 if each.endswith("O2") else torch.float8_e4m3fn
+        )
     ours, others = losses.values()
     assert ours < 0.5 and abs(ours - others) < 0.02 * others
 
@@ -305,7 +352,14 @@ def test_scaling_state_rolls_once_per_training_forward():
     model, _ = prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:delayed")
     layer, x = model[0], torch.randn(4, 16)
     rolls = []
-    for training, grad in ((True, True), (True, True), (False, True), (True, False), (False, False), (True, True)):
+    for training, grad in (
+        (True, True),
+        (True, True),
+        (False, True),
+        (True, False),
+        (False, False),
+        (True, True),
+    ):
         model.train(training)
         with torch.set_grad_enabled(grad):
             y = model(x)
@@ -346,13 +400,18 @@ def test_two_models_with_different_recipes_train_together():
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [nightly("native:dynamic"), "msamp:O2"])
 def test_dynamic_shapes_match_eager_bitwise(spec):
-    """`dynamic=True` turns numbers in objects into variables, too, and a backward cannot lift them."""
+    """`dynamic=True` turns numbers in objects into variables, too, and a backward cannot lift
+    them."""
 
     def train(compiled):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 48))
         model, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), spec)
-        run = torch.compile(model, dynamic=True, fullgraph=True, backend="aot_eager") if compiled else model
+        run = (
+            torch.compile(model, dynamic=True, fullgraph=True, backend="aot_eager")
+            if compiled
+            else model
+        )
         for tokens in (16, 7):
             loss = run(torch.linspace(-1, 1, 32 * tokens).view(tokens, 32)).square().mean()
             update(loss, optimizer)
@@ -365,7 +424,10 @@ def test_dynamic_shapes_match_eager_bitwise(spec):
 class TwoParts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.encoder, self.decoder = nn.Sequential(nn.Linear(32, 32), nn.ReLU()), nn.Sequential(nn.Linear(32, 32))
+        self.encoder, self.decoder = (
+            nn.Sequential(nn.Linear(32, 32), nn.ReLU()),
+            nn.Sequential(nn.Linear(32, 32)),
+        )
 
     def forward(self, x):
         return self.decoder(self.encoder(x))
@@ -409,7 +471,11 @@ def test_microbatches_through_submodules_roll_once_per_step(checkpointed):
     """Recomputed or not, all microbatches of a step have the same scales."""
 
     def call(model, x):
-        return checkpoint(by_parts, model, x, use_reentrant=False) if checkpointed else by_parts(model, x)
+        return (
+            checkpoint(by_parts, model, x, use_reentrant=False)
+            if checkpointed
+            else by_parts(model, x)
+        )
 
     _, states = states_of_three_steps(call, microbatches=2)
     assert [state[0, 1].item() for state in states.values()] == [3, 3]

@@ -1,5 +1,5 @@
-"""Layers under `native:nvfp4`: products on every engine, a GPU's layouts, compiled and recomputed code, the default
-choice of layers, and refusals by name."""
+"""Layers under `native:nvfp4`: products on every engine, a GPU's layouts, compiled and recomputed
+code, the default choice of layers, and refusals by name."""
 
 from __future__ import annotations
 
@@ -39,9 +39,15 @@ def values_of(q: Quantized) -> torch.Tensor:
 @pytest.mark.parametrize("out_dtype", DTYPES)
 def test_products_match_exact_ones_with_and_without_bf16_in_hardware(out_dtype, monkeypatch):
     torch.manual_seed(0)
-    x, w = nvfp4.quantize(torch.randn(17, 72), INPUT).along_columns(), nvfp4.quantized(torch.randn(33, 72), 16)
+    x, w = (
+        nvfp4.quantize(torch.randn(17, 72), INPUT).along_columns(),
+        nvfp4.quantized(torch.randn(33, 72), 16),
+    )
     expected = values_of(x) @ values_of(w).t()
-    bound = 2.1 * EPSILON[out_dtype] * expected.abs() + 160 * 2.0**-24 * values_of(x).abs() @ values_of(w).abs().t()
+    bound = (
+        2.1 * EPSILON[out_dtype] * expected.abs()
+        + 160 * 2.0**-24 * values_of(x).abs() @ values_of(w).abs().t()
+    )
     for has_bf16 in (True, False):
         monkeypatch.setattr(hardware, "cpu_bf16", lambda answer=has_bf16: answer)
         for enabled in (True, False):
@@ -70,7 +76,8 @@ def test_a_gpu_accepts_the_layout_of_every_size(out_dtype):
 
 @pytest.mark.parametrize("out_dtype", DTYPES)
 def test_a_gpu_gets_codes_and_scales_in_cublas_layout(out_dtype, monkeypatch):
-    """`GPURules` repeats the call on fake CUDA tensors, and reads operands as cuBLAS describes them."""
+    """`GPURules` repeats the call on fake CUDA tensors, and reads operands as cuBLAS describes
+    them."""
     torch.manual_seed(0)
     x, w = nvfp4.quantized(torch.randn(150, 200)), nvfp4.quantized(torch.randn(40, 200), 16)
     expected = nvfp4_product(x, w, out_dtype)
@@ -93,7 +100,9 @@ def test_layer_computes_the_products_of_its_own_codes():
     y, dx, dw, db = gradients(net.bfloat16(), net, x)
     weight = net[0].weight.detach()
     x8, w8 = nvfp4.quantize(x, INPUT), nvfp4.quantize(weight, WEIGHT)
-    expected = nvfp4_product(x8.along_columns(), w8.along_columns(), torch.bfloat16) + net[0].bias.detach()
+    expected = (
+        nvfp4_product(x8.along_columns(), w8.along_columns(), torch.bfloat16) + net[0].bias.detach()
+    )
     assert torch.equal(y, expected)
     dy = (2 * y.float()).bfloat16()
     torch.manual_seed(7)
@@ -149,19 +158,26 @@ class Blocks(nn.Module):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]) for _ in range(count))
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]) for _ in range(count)
+        )
 
 
-@pytest.mark.parametrize(("count", "last"), [(1, 0), (2, 1), (6, 1), (7, 2), (20, 3), (32, 5), (36, 6)])
+@pytest.mark.parametrize(
+    ("count", "last"), [(1, 0), (2, 1), (6, 1), (7, 2), (20, 3), (32, 5), (36, 6)]
+)
 def test_last_blocks_stay_in_high_precision_unless_named(count, last):
-    """The published share, 15 %, rounded up: torchtitan keeps 5 of 32 and 6 of 36 blocks in bf16."""
+    """The published share, 15 %, rounded up: torchtitan keeps 5 of 32 and 6 of 36 blocks in
+    bf16."""
 
     def in_high_precision(**fields):
         net, _ = prepare(Blocks(count), None, FP8RecipeKwargs(backend="native:nvfp4", **fields))
         return audit(net).high_precision
 
     found = in_high_precision()
-    assert list(found) == [f"layers.{block}.{place}" for block in range(count - last, count) for place in (0, 1)]
+    assert list(found) == [
+        f"layers.{block}.{place}" for block in range(count - last, count) for place in (0, 1)
+    ]
     assert all("last 15 % of blocks" in reason for reason in found.values())
     assert not in_high_precision(include="layers.*")
     assert not in_high_precision(include="+layers.*")
@@ -189,7 +205,9 @@ def test_unsupported_fields_are_refused_by_name(fields):
 
 
 def test_errors_of_a_refusal_name_the_way_out():
-    with pytest.raises(RecipeError, match=r"experimental.*fused_head=True: leave it out, or use native:mxfp8"):
+    with pytest.raises(
+        RecipeError, match=r"experimental.*fused_head=True: leave it out, or use native:mxfp8"
+    ):
         fp8_backends.resolve({"backend": "native:nvfp4", "fused_head": True})
     with pytest.raises(RecipeError, match="te has no scaling 'nvfp4'"):
         fp8_backends.resolve("te:nvfp4")
@@ -199,8 +217,12 @@ def test_log_and_plan_say_what_it_is(caplog):
     with caplog.at_level("WARNING", logger="fp8_backends"):
         prepare(model(), None, ALL)
         prepare(model(), None, "native:mxfp8")
-    assert ["native:nvfp4 is experimental" in record.getMessage() for record in caplog.records] == [True]
-    assert fp8_backends.plan(ALL).gemm == "NVFP4" and fp8_backends.plan("native:mxfp8").gemm == "FP8"
+    assert ["native:nvfp4 is experimental" in record.getMessage() for record in caplog.records] == [
+        True
+    ]
+    assert (
+        fp8_backends.plan(ALL).gemm == "NVFP4" and fp8_backends.plan("native:mxfp8").gemm == "FP8"
+    )
 
 
 def test_activations_outside_its_layers_are_saved_in_fp8():
@@ -208,7 +230,9 @@ def test_activations_outside_its_layers_are_saved_in_fp8():
     found = []
     for value, seed in (("off", 1), ("fp8", 1), ("off", 2)):
         torch.manual_seed(0)
-        net = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2))
+        net = LlamaForCausalLM(
+            LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        )
         prepare(net, None, FP8RecipeKwargs(backend="native:nvfp4", saved_activations=value))
         torch.manual_seed(seed)
         loss = net(input_ids=torch.arange(64)[None], labels=torch.arange(64)[None]).loss
@@ -232,7 +256,11 @@ def test_training_is_proven_and_monitored_and_lowers_the_loss(tmp_path, capsys):
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     file = tmp_path / "monitor.jsonl"
-    prepare(net, optimizer, FP8RecipeKwargs(backend="native:nvfp4", include="*", monitor_every=5, monitor_file=file))
+    prepare(
+        net,
+        optimizer,
+        FP8RecipeKwargs(backend="native:nvfp4", include="*", monitor_every=5, monitor_file=file),
+    )
     x, y = torch.randn(64, 48), torch.randn(64, 32)
     losses = []
     for _ in range(30):
@@ -244,7 +272,10 @@ def test_training_is_proven_and_monitored_and_lowers_the_loss(tmp_path, capsys):
     assert losses[-1] < losses[0] / 2
     assert "e2m1" in file.read_text()
     report = audit(net, optimizer)
-    assert "100 % of weight FLOPs in NVFP4 (experimental), fprop dgrad wgrad" in capsys.readouterr().err
+    assert (
+        "100 % of weight FLOPs in NVFP4 (experimental), fprop dgrad wgrad"
+        in capsys.readouterr().err
+    )
     assert "in NVFP4 (experimental)" in str(report)
     assert report.flops_share == 1.0 and set(report.engine.values()) <= {"bf16-exact", "fp32-exact"}
     plain = copy.deepcopy(net).state_dict()

@@ -1,5 +1,5 @@
-"""Check the products of tensor-parallel layers against a GPU's rules, without ranks. `tests/distributed` has their
-numbers."""
+"""Check the products of tensor-parallel layers against a GPU's rules, without ranks.
+`tests/distributed` has their numbers."""
 
 import pytest
 import torch
@@ -31,12 +31,18 @@ def mesh():
 @pytest.mark.parametrize("scaling", ["dynamic", "rowwise", "blockwise", "mxfp8"])
 def test_a_gpu_accepts_the_products_of_parts(mesh, scaling, style):
     """Fake CUDA tensors run torch's checks of `_scaled_mm`. Ranks agree on each split operand."""
-    rule, cut, out_dtype = layer_rule(recipes.resolve(f"native:{scaling}")), Cut(mesh, style), torch.bfloat16
+    rule, cut, out_dtype = (
+        layer_rule(recipes.resolve(f"native:{scaling}")),
+        Cut(mesh, style),
+        torch.bfloat16,
+    )
     with FakeTensorMode(), Calls() as calls:
         x = torch.empty(64, 256, device="cuda", dtype=out_dtype)
         weight, bias = torch.empty(128, 256, device="cuda"), torch.empty(128, device="cuda")
         x8 = quantized(x, rule.forward_format, rule, None, INPUT, split=split_of(cut, INPUT))
-        w8 = Stored.of(weight).quantized(rule.forward_format, rule, None, split=split_of(cut, WEIGHT))
+        w8 = Stored.of(weight).quantized(
+            rule.forward_format, rule, None, split=split_of(cut, WEIGHT)
+        )
         context, ledger = Context(), Ledger(torch.device("cuda"))
         constants = ledger, None, rule, out_dtype, False, cut
         y = LinearFunction.forward(context, x, weight, bias, *constants, x8, w8, Stored.of(weight))

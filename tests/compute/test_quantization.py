@@ -1,4 +1,5 @@
-"""Test quantization on a CPU: parts fit in cache, transposes are views, and numbers match the reference."""
+"""Test quantization on a CPU: parts fit in cache, transposes are views, and numbers match the
+reference."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -50,7 +51,9 @@ def matrix(rows, columns, dtype, kind="normal"):
         x.view(-1)[1::97] = -float(kind)
     if kind == "subnormal":
         limits = torch.finfo(dtype)
-        x = torch.randint(-5, 6, x.shape, generator=generator) * (limits.smallest_normal * limits.eps)
+        x = torch.randint(-5, 6, x.shape, generator=generator) * (
+            limits.smallest_normal * limits.eps
+        )
     return (x * 0 if kind == "zero" else x).to(dtype)
 
 
@@ -60,7 +63,8 @@ def layouts(x):
 
 
 def same(ours, expected):
-    """Compare bitwise, with every NaN equal: torch's casts keep or drop its sign by position in a vector register."""
+    """Compare bitwise, with every NaN equal: torch's casts keep or drop its sign by position in a
+    vector register."""
     assert ours.dtype == expected.dtype and ours.shape == expected.shape
     if not expected.is_floating_point():
         return torch.equal(ours, expected)
@@ -76,9 +80,16 @@ def same(ours, expected):
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 def test_casts_match_reference(fmt, size, dtype, kind):
     x = matrix(*size, dtype, kind)
-    for factor in (torch.tensor(3.3), torch.rand(size[0], 1) * 9, torch.rand(1, size[1]), torch.tensor(float("nan"))):
+    for factor in (
+        torch.tensor(3.3),
+        torch.rand(size[0], 1) * 9,
+        torch.rand(1, size[1]),
+        torch.tensor(float("nan")),
+    ):
         for of_layout in layouts(x):
-            assert same(cpu_casts.cast(of_layout, factor, fmt), saturating_cast(x.float() * factor, fmt))
+            assert same(
+                cpu_casts.cast(of_layout, factor, fmt), saturating_cast(x.float() * factor, fmt)
+            )
 
 
 @pytest.mark.parametrize("size", [(16, 16), (3, 85), (85, 3), (257, 31), (0, 4), (4, 0), (1, 1)])
@@ -88,7 +99,11 @@ def test_every_code_decodes_in_every_layout(fmt, dtype, size):
     """Odd sizes and an odd place in memory too: codes are read in pairs."""
     count = size[0] * size[1]
     memory = torch.arange(1 + count, dtype=torch.int32).to(torch.uint8).view(fmt.dtype)
-    for codes in (memory[:count].view(size), memory[1:].view(size), memory[1:].view(size[::-1]).t()):
+    for codes in (
+        memory[:count].view(size),
+        memory[1:].view(size),
+        memory[1:].view(size[::-1]).t(),
+    ):
         values = cpu_casts.decoded(codes, dtype)
         assert same(values, codes.to(dtype)) and (values.stride() == codes.stride() or count < 2)
     assert same(cpu_casts.decoded(codes[:, ::2], dtype), codes[:, ::2].to(dtype))
@@ -118,7 +133,11 @@ def rule_and_scale(rule, x, fmt):
         return {"rule": rule}, power_of_two_scale(amax, fmt), amax
     state = new_window_state()
     state[INPUT, ROLLS] = scaling.WINDOW - 1 + (x.shape[0] % 2)
-    return {"rule": WINDOW, "window_state": state[INPUT]}, window_scale(state, INPUT, amax, fmt), amax
+    return (
+        {"rule": WINDOW, "window_state": state[INPUT]},
+        window_scale(state, INPUT, amax, fmt),
+        amax,
+    )
 
 
 @pytest.mark.parametrize("kind", VALUES)
@@ -160,11 +179,20 @@ def test_stored_data_are_cast_from_their_values(dtype):
     data, stored = matrix(257, 300, dtype), torch.tensor(2.0**-9)
     values = data.float() * stored
     amax = tensor_amax(values)
-    for rule, scale in ((DYNAMIC, scale_from_amax(amax, E4M3)), (POWER_OF_TWO, power_of_two_scale(amax, E4M3))):
+    for rule, scale in (
+        (DYNAMIC, scale_from_amax(amax, E4M3)),
+        (POWER_OF_TWO, power_of_two_scale(amax, E4M3)),
+    ):
         made = quantization.quantize(data, E4M3, rule=rule, stored_scale_inv=stored)
         expected = Quantized(saturating_cast(values * scale, E4M3), scale_inv_of(scale, amax))
-        assert same(made.amax, amax) and same(made.codes, expected.codes) and same(made.scale_inv, expected.scale_inv)
-        known = quantization.quantize(data, E4M3, rule=rule, stored_scale_inv=stored, amax=tensor_amax(data))
+        assert (
+            same(made.amax, amax)
+            and same(made.codes, expected.codes)
+            and same(made.scale_inv, expected.scale_inv)
+        )
+        known = quantization.quantize(
+            data, E4M3, rule=rule, stored_scale_inv=stored, amax=tensor_amax(data)
+        )
         assert same(known.codes, made.codes) and same(known.scale_inv, made.scale_inv)
     for blocks in (ROWS, VECTORS, SQUARES, MX):
         made = quantization.quantize_blocks(data, blocks, E4M3, stored_scale_inv=stored)
@@ -176,15 +204,22 @@ def test_stored_data_are_cast_from_their_values(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
-@pytest.mark.parametrize("blocks", [ROWS, VECTORS, SQUARES, MX], ids=["rows", "vectors", "squares", "mx"])
+@pytest.mark.parametrize(
+    "blocks", [ROWS, VECTORS, SQUARES, MX], ids=["rows", "vectors", "squares", "mx"]
+)
 def test_blocks_of_matrix_and_transpose(blocks, dtype, kind):
     for size, fmt in zip(SIZES, (E4M3, E5M2) * 3, strict=True):
         x = matrix(*size, dtype, kind)
         expected = [blocks.quantize(each, fmt) for each in (x, x.t())]
-        restored = [[blocks.dequantize(each, into) for into in (torch.bfloat16, torch.float32)] for each in expected]
+        restored = [
+            [blocks.dequantize(each, into) for into in (torch.bfloat16, torch.float32)]
+            for each in expected
+        ]
         for of_layout in layouts(x):
             made = quantization.quantize_blocks(of_layout, blocks, fmt)
-            for ours, wanted, values in zip((made.along_columns(), made.along_rows()), expected, restored, strict=True):
+            for ours, wanted, values in zip(
+                (made.along_columns(), made.along_rows()), expected, restored, strict=True
+            ):
                 assert same(ours.codes, wanted.codes) and same(ours.scale_inv, wanted.scale_inv)
                 for each in values:
                     assert same(quantization.dequantize_blocks(ours, blocks, each.dtype), each)
@@ -238,15 +273,24 @@ def test_compiled_code_uses_reference(monkeypatch):
 
 @pytest.mark.parametrize("keep_nan", [False, True])
 def test_compiled_code_computes_amax_in_one_reduction(keep_nan):
-    """No second operation reads every element; eager code has two reductions, and the same numbers."""
+    """No second operation reads every element; eager code has two reductions, and the same
+    numbers."""
     graphs = []
 
     def keep(graph, inputs):
-        graphs.append([str(node.target) for node in graph.graph.nodes if node.op in ("call_function", "call_method")])
+        graphs.append(
+            [
+                str(node.target)
+                for node in graph.graph.nodes
+                if node.op in ("call_function", "call_method")
+            ]
+        )
         return graph.forward
 
     torch._dynamo.reset()
-    amax = torch.compile(lambda x: quantization.amax_of(x, keep_nan), fullgraph=True, dynamic=False, backend=keep)
+    amax = torch.compile(
+        lambda x: quantization.amax_of(x, keep_nan), fullgraph=True, dynamic=False, backend=keep
+    )
     for dtype in DTYPES:
         for kind in VALUES:
             x = matrix(3, 85, dtype, kind)
@@ -254,7 +298,9 @@ def test_compiled_code_computes_amax_in_one_reduction(keep_nan):
             assert same(amax(x), expected) and same(quantization.amax_of(x, keep_nan), expected)
     assert len(graphs) == len(DTYPES)
     for graph in graphs:
-        assert graph.count("amax") == 1 and not any("aminmax" in name or "nan_to_num" in name for name in graph), graph
+        assert graph.count("amax") == 1 and not any(
+            "aminmax" in name or "nan_to_num" in name for name in graph
+        ), graph
 
 
 @pytest.mark.slow
@@ -268,7 +314,11 @@ def test_products_in_several_threads_share_no_memory(most, values_dtype, out_dty
     factors = torch.tensor(0.3), torch.tensor(1.7)
 
     def run(a):
-        return [cpu_casts.product(a, b, *factors, values_dtype, out_dtype) for _ in range(20) for b in matrices]
+        return [
+            cpu_casts.product(a, b, *factors, values_dtype, out_dtype)
+            for _ in range(20)
+            for b in matrices
+        ]
 
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(run, matrices))

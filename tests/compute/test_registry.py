@@ -109,7 +109,10 @@ def test_built_in_backends_report_availability():
     backends = available_backends()
     assert list(backends)[:3] == ["native", "te", "ao"]
     assert backends["native"] and backends["ao"]
-    assert all(availability.reason and (availability or availability.fix) for availability in backends.values())
+    assert all(
+        availability.reason and (availability or availability.fix)
+        for availability in backends.values()
+    )
 
 
 @pytest.mark.parametrize("name", ["native", "NATIVE", "te", "Transformer-Engine", "torchao"])
@@ -121,7 +124,9 @@ def test_one_instance_serves_every_spelling(name):
 
 @pytest.mark.parametrize("spec", ["te", "te+msamp:O2"])
 def test_prepare_refuses_unavailable_backends(spec, monkeypatch):
-    monkeypatch.setattr("fp8_backends.compute.te.backend.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "fp8_backends.compute.te.backend.importlib.util.find_spec", lambda name: None
+    )
     assert resolve(spec)
     model = nn.Linear(32, 32)
     with pytest.raises(BackendUnavailableError) as caught:
@@ -134,13 +139,16 @@ def test_prepare_refuses_unavailable_backends(spec, monkeypatch):
 
 @pytest.mark.parametrize("chip", [chips.HOPPER, chips.ADA, chips.MI350], ids=lambda chip: chip.key)
 def test_auto_takes_a_proven_backend_on_a_gpu(chip, monkeypatch):
-    """te if it can run, native if a training by it is on record, else ao; native on a GPU without FP8 products."""
+    """te if it can run, native if a training by it is on record, else ao; native on a GPU without
+    FP8 products."""
 
     def backend():
         return registry.auto_choice().backend
 
     def can_run(name, answer):
-        monkeypatch.setattr(type(registry.get_compute(name)), "availability", lambda self: Availability(answer))
+        monkeypatch.setattr(
+            type(registry.get_compute(name)), "availability", lambda self: Availability(answer)
+        )
 
     monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chip)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
@@ -177,7 +185,9 @@ def test_registered_backend_declares_fields_and_scalings():
     assert resolve({"backend": "tiny", "margin": 2}).margin == 2
     with pytest.raises(RecipeError, match="fp8_format is not read by tiny:coarse"):
         resolve({"backend": "tiny", "fp8_format": "E4M3"})
-    with pytest.raises(RecipeError, match=r"tiny has no scaling 'delayed'; it has coarse \(default\), fine"):
+    with pytest.raises(
+        RecipeError, match=r"tiny has no scaling 'delayed'; it has coarse \(default\), fine"
+    ):
         resolve("tiny:delayed")
     with pytest.raises(RecipeError, match="goes with O0 only"):
         resolve("tiny+msamp")

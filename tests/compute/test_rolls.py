@@ -13,10 +13,16 @@ NO_WORK = {f"aten::{name}" for name in ("detach", "view", "select", "slice", "un
 
 def test_roll_has_constant_operations_and_no_host_copies():
     """Python numbers become tensors by `lift_fresh`, a waiting copy on a GPU."""
-    compute, recipe, counts = NativeCompute(), resolve(FP8RecipeKwargs(backend="native:delayed")), []
+    compute, recipe, counts = (
+        NativeCompute(),
+        resolve(FP8RecipeKwargs(backend="native:delayed")),
+        [],
+    )
     for layers in (2, 7):
         shared = compute.new_shared(None, recipe)
-        model = nn.Sequential(*[compute.build(nn.Linear(16, 16), recipe, shared) for _ in range(layers)]).train()
+        model = nn.Sequential(
+            *[compute.build(nn.Linear(16, 16), recipe, shared) for _ in range(layers)]
+        ).train()
         compute.attach(model, recipe, shared)
         (roll,) = model._forward_pre_hooks.values()
         with Calls() as calls:

@@ -1,5 +1,5 @@
-"""Test FP8 layers with a ScaledTensor weight: FP16 (levels O1, O2) is cast from its exact values, E4M3 (O3) is used
-directly. Such a layer does everything a layer with a plain weight does."""
+"""Test FP8 layers with a ScaledTensor weight: FP16 (levels O1, O2) is cast from its exact values,
+E4M3 (O3) is used directly. Such a layer does everything a layer with a plain weight does."""
 
 import contextlib
 import copy
@@ -33,7 +33,9 @@ def store(model, storage):
     """Make the weight of every FP8 layer a ScaledTensor, inside the same Parameter."""
     for layer in model.modules():
         if isinstance(layer, FP8Linear):
-            new = nn.Parameter(quantize(layer.weight, storage), requires_grad=layer.weight.requires_grad)
+            new = nn.Parameter(
+                quantize(layer.weight, storage), requires_grad=layer.weight.requires_grad
+            )
             torch.utils.swap_tensors(layer.weight, new)
     return model
 
@@ -57,9 +59,13 @@ def values_of(weight):
 def pair(scaling, storage, sizes=(33, 48), dtype=torch.float32, spread=1.0, **fields):
     """A layer with a scaled weight, and one with the same values in a plain FP32 weight."""
     scaled = prepared(layer(sizes, dtype, spread), scaling, storage, **fields)
-    values = ScaledTensor(scaled[0].weight.codes, scaled[0].weight.scale_inv).dequantize()  # FP32, not rounded
+    # FP32, not rounded
+    values = ScaledTensor(scaled[0].weight.codes, scaled[0].weight.scale_inv).dequantize()
     plain = nn.Sequential(nn.Linear(*sizes, dtype=dtype))
-    plain[0].weight, plain[0].bias = nn.Parameter(values), nn.Parameter(scaled[0].bias.detach().clone())
+    plain[0].weight, plain[0].bias = (
+        nn.Parameter(values),
+        nn.Parameter(scaled[0].bias.detach().clone()),
+    )
     return scaled, prepared(plain, scaling, **fields)
 
 
@@ -85,12 +91,20 @@ def same(a, b):
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS)
 @settings(max_examples=15)
-@given(exponent=st.integers(-40, 40), n_in=st.integers(1, 40), n_out=st.integers(1, 40), seed=st.integers(0, 99))
+@given(
+    exponent=st.integers(-40, 40),
+    n_in=st.integers(1, 40),
+    n_out=st.integers(1, 40),
+    seed=st.integers(0, 99),
+)
 def test_fp16_weights_match_fp32_values_bitwise(scaling, exponent, n_in, n_out, seed):
     scaled, plain = pair(scaling, torch.float16, (n_in, n_out), spread=2.0**exponent)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(3):
-        x, dy = torch.randn(9, n_in, generator=generator), torch.randn(9, n_out, generator=generator)
+        x, dy = (
+            torch.randn(9, n_in, generator=generator),
+            torch.randn(9, n_out, generator=generator),
+        )
         assert same(run(scaled, x, dy), run(plain, x, dy))
     if scaling in ("window", "delayed"):
         assert torch.equal(scaled[0].fp8_scaling, plain[0].fp8_scaling)
@@ -121,7 +135,10 @@ def test_e4m3_weights_are_multiplied_without_recast(rowwise):
     x, dy = torch.randn(16, 33), torch.randn(16, 48)
     y, dx, _, _ = run(scaled, x, dy)
     gradient = E4M3 if rowwise else E5M2
-    values, w = weight.dequantize().double(), 2.0 ** torch.floor(torch.log2(448 / weight.dequantize().abs().max()))
+    values, w = (
+        weight.dequantize().double(),
+        2.0 ** torch.floor(torch.log2(448 / weight.dequantize().abs().max())),
+    )
     assert torch.equal(weight.scale_inv, 1 / w)
 
     def quantized(values, fmt):
@@ -153,7 +170,9 @@ def test_e4m3_codes_and_scale_reach_the_product_untouched(scaling, monkeypatch):
     run(scaled, torch.randn(16, 33), torch.randn(16, 48))
     fprop, dgrad = seen[0], seen[1]
     assert fprop.codes is weight.codes and fprop.scale_inv is weight.scale_inv
-    assert torch.equal(dgrad.codes.t().float(), weight.codes.float()) and torch.equal(dgrad.scale_inv, weight.scale_inv)
+    assert torch.equal(dgrad.codes.t().float(), weight.codes.float()) and torch.equal(
+        dgrad.scale_inv, weight.scale_inv
+    )
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -162,10 +181,14 @@ def test_products_ignore_the_residual(scaling):
     both = copy.deepcopy(alone)
     weight = both[0].weight
     # anything between the codes' neighbours has these codes
-    weight.residual = torch.randint(-128, 128, weight.shape, generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    weight.residual = torch.randint(
+        -128, 128, weight.shape, generator=torch.Generator().manual_seed(0)
+    ).to(torch.int8)
     exact, x, dy = weight.exact(), torch.randn(16, 33), torch.randn(16, 48)
     assert same(run(alone, x, dy), run(both, x, dy))
-    assert torch.equal(alone.eval()(x), nn.functional.linear(x, alone[0].weight.dequantize(), alone[0].bias))
+    assert torch.equal(
+        alone.eval()(x), nn.functional.linear(x, alone[0].weight.dequantize(), alone[0].bias)
+    )
     assert torch.equal(both.eval()(x), nn.functional.linear(x, exact, both[0].bias))
     # the monitor's statistics of both
     alone.train(), both.train()
@@ -198,7 +221,9 @@ def test_evaluation_matches_plain_layer_and_is_differentiable(stored, dtype, aut
         gradients.append((y.detach(), inputs.grad))
     assert same(*gradients)
     assert type(weight.grad) is torch.Tensor and weight.grad.dtype == dtype
-    assert torch.equal(weight.grad, plain.weight.grad) and torch.equal(scaled[0].bias.grad, plain.bias.grad)
+    assert torch.equal(weight.grad, plain.weight.grad) and torch.equal(
+        scaled[0].bias.grad, plain.bias.grad
+    )
     with torch.no_grad(), autocast(autocast_dtype):
         assert torch.equal(scaled(x), gradients[0][0])
     assert torch.equal(scaled[0].fp8_scaling, before) and not scaled[0].fp8_products.any()
@@ -211,11 +236,15 @@ def test_an_empty_batch_gives_a_zero_gradient(stored):
     assert type(scaled[0].weight.grad) is torch.Tensor and not scaled[0].weight.grad.any()
 
 
-@pytest.mark.parametrize("override", [case for case in itertools.product((False, True), repeat=3) if not all(case)])
+@pytest.mark.parametrize(
+    "override", [case for case in itertools.product((False, True), repeat=3) if not all(case)]
+)
 @pytest.mark.parametrize("stored", ["plain", nightly("FP16"), "E4M3"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_override_linear_precision_applies_per_product(scaling, stored, override):
-    model = prepared(layer(spread=0.1), scaling, STORED.get(stored), override_linear_precision=override)
+    model = prepared(
+        layer(spread=0.1), scaling, STORED.get(stored), override_linear_precision=override
+    )
     plain = nn.Linear(33, 48)
     plain.load_state_dict({"weight": values_of(model[0].weight), "bias": model[0].bias.detach()})
     x, dy = torch.randn(16, 33, requires_grad=True), torch.randn(16, 48)
@@ -251,7 +280,9 @@ def test_only_fp8_codes_of_weight_are_saved(scaling, stored, override, autocast_
     x = torch.randn(4, 64, requires_grad=True)  # negligible next to the weight
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), autocast(autocast_dtype):
         y = scaled(x)
-    transient = sum(t.untyped_storage().nbytes() for t in kept.values() if t.numel() >= weight.numel())
+    transient = sum(
+        t.untyped_storage().nbytes() for t in kept.values() if t.numel() >= weight.numel()
+    )
     assert transient == COMPUTE.transient_bytes_per_element(scaled[0]) * weight.numel()
     assert sum(t.untyped_storage().nbytes() for t in kept.values()) - transient <= 3 * x.numel() * 4
     y.float().sum().backward()
@@ -261,8 +292,8 @@ def test_only_fp8_codes_of_weight_are_saved(scaling, stored, override, autocast_
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling,stored", [("window", "E4M3"), nightly("delayed", "FP16")])
 def test_inductor_computes_same_codes(scaling, stored):
-    """Match bitwise for one layer in FP32, without reordered sums. (Inductor skips the bf16 rounding of rowwise
-    results.)"""
+    """Match bitwise for one layer in FP32, without reordered sums. (Inductor skips the bf16
+    rounding of rowwise results.)"""
     torch._dynamo.reset()
     scaled, _ = pair(scaling, STORED[stored])
     compiled = copy.deepcopy(scaled)
@@ -279,7 +310,8 @@ def test_inductor_computes_same_codes(scaling, stored):
 def test_compiled_evaluation_and_frozen_weights_match_eager(stored, training):
     torch._dynamo.reset()
     scaled, _ = pair("window", STORED[stored])
-    scaled.requires_grad_(not training).train(training)  # trained around frozen weights, or evaluated
+    # trained around frozen weights, or evaluated
+    scaled.requires_grad_(not training).train(training)
     compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager")
     found = []
     for forward in (scaled, compiled):
@@ -288,7 +320,9 @@ def test_compiled_evaluation_and_frozen_weights_match_eager(stored, training):
         with torch.autocast("cpu", torch.bfloat16):
             y = forward(x)
         y.float().pow(2).sum().backward()
-        found.append((y.detach(), x.grad) if training else (y.detach(), x.grad, scaled[0].weight.grad))
+        found.append(
+            (y.detach(), x.grad) if training else (y.detach(), x.grad, scaled[0].weight.grad)
+        )
     assert same(*found)
 
 

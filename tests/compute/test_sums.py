@@ -22,7 +22,8 @@ def seen(monkeypatch):
 
     def spy(a, b, out_dtype, fast_accumulation=False, sums="exact"):
         result = original(a, b, out_dtype, fast_accumulation, sums)
-        calls.append((a, b, out_dtype, fast_accumulation, sums, result.clone()))  # bias is added in place
+        # bias is added in place
+        calls.append((a, b, out_dtype, fast_accumulation, sums, result.clone()))
         return result
 
     monkeypatch.setattr(layer_rule, "scaled_product", spy)
@@ -80,7 +81,9 @@ def test_products_of_a_level_sum_so_too_and_the_loss_tells(seen):
         model = positive_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         fp8_backends.prepare(model, optimizer, {"backend": "msamp:O2", "sums": sums})
-        losses[sums] = step(model, optimizer, torch.rand(300, 512, generator=torch.Generator().manual_seed(0)))
+        losses[sums] = step(
+            model, optimizer, torch.rand(300, 512, generator=torch.Generator().manual_seed(0))
+        )
     assert 0.9 < losses["h100"] / losses["exact"] < 0.999
     check([call for call in seen if call[4] == "h100"], "h100", fast=2, slow=3)
 
@@ -140,20 +143,27 @@ def test_a_compiled_layer_sums_so_too():
 
 def test_an_fp32_weight_has_its_gradient_rounded_once_as_on_a_gpu():
     assert products.wgrad_dtype(False, CPU, torch.float32, torch.bfloat16, "h100") == torch.float32
-    assert products.wgrad_dtype(False, CPU, torch.float32, torch.bfloat16, "exact") == torch.bfloat16
+    assert (
+        products.wgrad_dtype(False, CPU, torch.float32, torch.bfloat16, "exact") == torch.bfloat16
+    )
     assert products.wgrad_dtype(True, CPU, torch.float32, torch.bfloat16, "h100") == torch.bfloat16
 
 
-@pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise", "msamp:O2", "ao:tensorwise", "ao:rowwise"])
 @pytest.mark.parametrize(
-    ("given", "fast"), [(True, [1, 1]), (False, [0, 0]), ("2", [1, 0]), (["0", "2"], [0, 0]), ("false", [0, 0])]
+    "backend", ["native:dynamic", "native:rowwise", "msamp:O2", "ao:tensorwise", "ao:rowwise"]
+)
+@pytest.mark.parametrize(
+    ("given", "fast"),
+    [(True, [1, 1]), (False, [0, 0]), ("2", [1, 0]), (["0", "2"], [0, 0]), ("false", [0, 0])],
 )
 def test_fast_accumulation_is_on_off_or_off_for_named_layers(backend, given, fast, monkeypatch):
     model = positive_model()
     fp8_backends.prepare(model, None, {"backend": backend, "fast_accumulation": given})
     flags = []
 
-    def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
+    def scaled_mm(
+        a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
+    ):
         flags.append(use_fast_accum)
         return torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype)
 
@@ -162,7 +172,9 @@ def test_fast_accumulation_is_on_off_or_off_for_named_layers(backend, given, fas
     model(torch.rand(16, 512, requires_grad=True)).sum().backward()
     assert flags[:2] == [bool(flag) for flag in fast] and not any(flags[2:]) and len(flags) == 6
     shown = [part for part in repr(model).split("\n") if "native" in part]
-    assert all(("fast accumulation off" in part) != flag for part, flag in zip(shown, fast, strict=False))
+    assert all(
+        ("fast accumulation off" in part) != flag for part, flag in zip(shown, fast, strict=False)
+    )
     assert sum(p.grad is not None for p in model.parameters()) == 4
 
 
@@ -203,4 +215,6 @@ def test_fast_accumulation_that_cannot_be_is_refused_by_name():
     from torchao.float8 import Float8LinearConfig
 
     with pytest.raises(RecipeError, match="gemm_config_output"):
-        fp8_backends.resolve({"backend": "ao", "config": Float8LinearConfig(), "fast_accumulation": False})
+        fp8_backends.resolve(
+            {"backend": "ao", "config": Float8LinearConfig(), "fast_accumulation": False}
+        )

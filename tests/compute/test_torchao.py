@@ -1,4 +1,5 @@
-"""Compare the `ao` compute with hand-written TorchAO, and cover the cases in which plain TorchAO fails."""
+"""Compare the `ao` compute with hand-written TorchAO, and cover the cases in which plain TorchAO
+fails."""
 
 from __future__ import annotations
 
@@ -29,12 +30,17 @@ BF16 = torch.bfloat16
 
 
 class Block(nn.Module):
-    """A small language model without attention: 64 tokens in its vocabulary, one gated block, a head."""
+    """A small language model without attention: 64 tokens in its vocabulary, one gated block, a
+    head."""
 
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(64, 32)
-        self.up, self.gate_proj, self.down = nn.Linear(32, 96), nn.Linear(32, 96, bias=False), nn.Linear(96, 32)
+        self.up, self.gate_proj, self.down = (
+            nn.Linear(32, 96),
+            nn.Linear(32, 96, bias=False),
+            nn.Linear(96, 32),
+        )
         self.norm = nn.LayerNorm(32)
         self.lm_head = nn.Linear(32, 64, bias=False)
 
@@ -74,7 +80,9 @@ def raw_torchao(model, scaling, cast_inputs=False):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(scaling)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "lm_head")
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: name != "lm_head"
+    )
     if cast_inputs:
         for layer in (model.up, model.gate_proj, model.down):
             layer.register_forward_pre_hook(lambda _, args: args[0].to(BF16))
@@ -110,7 +118,9 @@ def test_parameter_objects_stay_train_and_save(scaling, tmp_path):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     plain = block()
     plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True)
+    )
 
 
 def sqnr(wanted, got):
@@ -121,8 +131,8 @@ def sqnr(wanted, got):
 
 @pytest.mark.parametrize("scaling", RECIPES)
 def test_linear_has_fp8_accuracy(scaling):
-    # 256 tokens, 512 -> 256, normal data: measured 28.4 to 28.7 dB for E4M3 by E4M3, 24.6 dB with E5M2 gradients.
-    # Three mantissa bits cannot reach 32 dB
+    # 256 tokens, 512 -> 256, normal data: measured 28.4 to 28.7 dB for E4M3 by E4M3, 24.6 dB with
+    # E5M2 gradients. Three mantissa bits cannot reach 32 dB
     torch.manual_seed(0)
     linear, x, dy = nn.Linear(512, 256), torch.randn(256, 512), torch.randn(256, 256)
     reference = copy.deepcopy(linear)
@@ -221,7 +231,9 @@ def test_config_is_used_unchanged():
     model = nn.Sequential(nn.Linear(32, 32))
     preparation.prepare_model(model, recipes.resolve(recipes.AORecipeKwargs(config=given)))
     assert model[0].config is given
-    named = [recipes.AORecipeKwargs(config=given.from_recipe_name(name)).scaling for name in RECIPES]
+    named = [
+        recipes.AORecipeKwargs(config=given.from_recipe_name(name)).scaling for name in RECIPES
+    ]
     assert named == list(RECIPES) and recipes.AORecipeKwargs(config=given).scaling == "tensorwise"
 
 
@@ -263,15 +275,18 @@ def test_loading_torchao_prints_nothing():
         "logging.getLogger('torchao').warning('another')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True, timeout=240
+        [sys.executable, "-W", "error::UserWarning", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "another\n")
 
 
 @pytest.mark.slow
 def test_compiled_layers_of_several_sizes_stay_within_buffers():
-    """Run in a new process, since a fault ends it. The second model meets code compiled for the first, and is compiled
-    with variable sizes, also in its padding."""
+    """Run in a new process, since a fault ends it. The second model meets code compiled for the
+    first, and is compiled with variable sizes, also in its padding."""
     script = textwrap.dedent(
         """
         import torch

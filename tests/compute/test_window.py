@@ -1,4 +1,5 @@
-"""MS-AMP's window rule in the native layer: just in time for 16 optimizer steps, then from the last 16 amaxes."""
+"""MS-AMP's window rule in the native layer: just in time for 16 optimizer steps, then from the last
+16 amaxes."""
 
 import math
 
@@ -69,11 +70,15 @@ def test_window_is_just_in_time_for_16_steps_then_delayed(scales):
     gradients = [1.5 * 2.0 ** ((3 * i) % 23 - 30) for i in range(40)]
     for amax, gradient in zip(amaxes, gradients, strict=True):
         step(model, torch.full((4, 16), amax), torch.full((4, 16), gradient))
-    for seen, recorded, fmt in ((scales[INPUT], amaxes, E4M3), (scales[GRAD_OUTPUT], gradients, E5M2)):
+    for seen, recorded, fmt in (
+        (scales[INPUT], amaxes, E4M3),
+        (scales[GRAD_OUTPUT], gradients, E5M2),
+    ):
         just_in_time = [scale_of(amax, fmt) for amax in recorded[:16]]
         delayed = [scale_of(max(recorded[i - 16 : i]), fmt) for i in range(16, 40)]
         assert seen == just_in_time + delayed
-        assert just_in_time + delayed != [scale_of(amax, fmt) for amax in recorded]  # or it was never delayed
+        # or it was never delayed
+        assert just_in_time + delayed != [scale_of(amax, fmt) for amax in recorded]
     assert row(model, INPUT) == (40, [0.0, *amaxes[:-16:-1]])
 
 
@@ -93,7 +98,9 @@ def test_non_finite_value_restarts_just_in_time_steps(scales, bad, at):
     for seen, fmt in ((scales[INPUT], E4M3), (scales[GRAD_OUTPUT], E5M2)):
         after = seen[at + 1 :]
         assert after[:16] == [scale_of(amax, fmt) for amax in amaxes[at + 1 : at + 17]]
-        assert after[16:] == [scale_of(max(amaxes[i - 16 : i]), fmt) for i in range(at + 17, at + 30)]
+        assert after[16:] == [
+            scale_of(max(amaxes[i - 16 : i]), fmt) for i in range(at + 17, at + 30)
+        ]
     # the weight's scale has no history to poison
     assert row(model, WEIGHT) == (0, [0.0] * WINDOW)
 
@@ -197,7 +204,8 @@ def test_evaluation_and_no_grad_leave_window_unchanged():
 @pytest.mark.parametrize("saved_after", [5, 18])
 def test_resumed_run_matches_uninterrupted_run_bitwise(saved_after):
     batches = (
-        torch.randn(24, 4, 16, generator=torch.Generator().manual_seed(0)) * 1.1 ** torch.arange(24.0)[:, None, None]
+        torch.randn(24, 4, 16, generator=torch.Generator().manual_seed(0))
+        * 1.1 ** torch.arange(24.0)[:, None, None]
     )
     model, resumed = one_layer(), one_layer()
     for x in batches[:saved_after]:

@@ -35,13 +35,20 @@ class ProductDtypes(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+        if func.overloadpacket in (
+            torch.ops.aten.mm,
+            torch.ops.aten.addmm,
+            torch.ops.aten.bmm,
+            torch.ops.aten.baddbmm,
+        ):
             self.seen.add(args[-1].dtype)
         assert func.overloadpacket is not torch.ops.aten._scaled_mm
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("high_precision", [(False,) * 3, (True, False, False), (False, True, True)])
+@pytest.mark.parametrize(
+    "high_precision", [(False,) * 3, (True, False, False), (False, True, True)]
+)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, nightly(torch.float16)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_products_run_in_fp32_for_any_autocast(backend, autocast, high_precision, monkeypatch):
@@ -61,9 +68,13 @@ def test_products_run_in_fp32_for_any_autocast(backend, autocast, high_precision
 
 def fresh_process(*arguments):
     """Run Python on a CPU without bf16 products, and return its output."""
-    path = os.pathsep.join([str(TESTS / "without_bf16"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(TESTS / "without_bf16"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    )
     environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600, env=environment)
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=600, env=environment
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -113,8 +124,13 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_products_tests_pass_without_bf16(tmp_path):
-    """Time all forms of a product, and run both products' tests on the other kind of CPU, in one process."""
-    files = ("compute/test_products.py", "compute/test_block_products.py", "accelerate_plugin/test_plugin_precision.py")
+    """Time all forms of a product, and run both products' tests on the other kind of CPU, in one
+    process."""
+    files = (
+        "compute/test_products.py",
+        "compute/test_block_products.py",
+        "accelerate_plugin/test_plugin_precision.py",
+    )
     tests = [str(TESTS / file) for file in files]
     # compiled code here is traced for a GPU, on any CPU
     options = ("-q", "-x", "-p", "no:cacheprovider", "--no-header", "-k", "not compile")

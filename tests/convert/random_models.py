@@ -1,8 +1,8 @@
 """Build random models from a seed, in odd combinations.
 
-`RandomModel(seed)` is a chain of blocks over [batch, tokens, width], with an embedding or a Linear in front and a head
-behind. Its blocks hold layers of several dtypes; frozen, reused, shared, tied, parametrized and lazy parts; and weights
-in other memory. `described` lists the draws in words.
+`RandomModel(seed)` is a chain of blocks over [batch, tokens, width], with an embedding or a Linear
+in front and a head behind. Its blocks hold layers of several dtypes; frozen, reused, shared, tied,
+parametrized and lazy parts; and weights in other memory. `described` lists the draws in words.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ class Block(nn.Module):
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype, residual: bool, twice: bool) -> None:
         super().__init__()
-        self.inner, self.dtype, self.residual, self.times = inner.to(dtype), dtype, residual, 1 + twice
+        self.inner, self.dtype, self.residual, self.times = (
+            inner.to(dtype),
+            dtype,
+            residual,
+            1 + twice,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(self.times):
@@ -44,7 +49,8 @@ class Mlp(nn.Module):
 
 
 class Mirrored(nn.Module):
-    """A layer and its transpose, under a second name of the Parameter, and a gain of no dimension."""
+    """A layer and its transpose, under a second name of the Parameter, and a gain of no
+    dimension."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -58,7 +64,9 @@ class Mirrored(nn.Module):
 class Around(nn.Module):
     """Wrap a module skipped by conversion in a function of (module, input)."""
 
-    def __init__(self, inner: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, inner: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
         self.inner, self.call = inner, call
 
@@ -89,7 +97,9 @@ class RandomModel(nn.Module):
         torch.manual_seed(seed)
         self.width = self.draw.choice(WIDTHS)
         self.reads_tokens = self.draw.random() < 0.6
-        self.stem = nn.Embedding(VOCABULARY, self.width) if self.reads_tokens else nn.Linear(24, self.width)
+        self.stem = (
+            nn.Embedding(VOCABULARY, self.width) if self.reads_tokens else nn.Linear(24, self.width)
+        )
         self.blocks = nn.ModuleList(self._block() for _ in range(self.draw.randint(1, 4)))
         self.head = nn.Linear(self.width, VOCABULARY, bias=self._often(0.5))
         self._tie_head()
@@ -129,7 +139,18 @@ class RandomModel(nn.Module):
 
     def _part(self, depth: int) -> nn.Module:
         width, bias = self.width, self._often(0.6)
-        kinds = ["mlp", "mlp", "linear", "linear", "parametrized", "pruned", "lazy", "norm", "conv", "attention"]
+        kinds = [
+            "mlp",
+            "mlp",
+            "linear",
+            "linear",
+            "parametrized",
+            "pruned",
+            "lazy",
+            "norm",
+            "conv",
+            "attention",
+        ]
         kinds += ["mirrored", "recurrent"]
         kind = self.draw.choice(kinds + ["sequence", "listed"] * (depth < 2))
         if kind == "mlp":
@@ -187,11 +208,16 @@ class RandomModel(nn.Module):
         turned = [m for m in like if m.weight.shape == weight.t().shape]
         kinds = ["slice", "columns", "transposed", "expanded row", "expanded number"]
         kinds += ["tied", "tied memory", "frozen tied memory"] * bool(same)
-        kinds += ["tied transposed", "frozen tied transposed"] * bool(turned) + ["slices of one buffer"] * bool(same)
+        kinds += ["tied transposed", "frozen tied transposed"] * bool(turned) + [
+            "slices of one buffer"
+        ] * bool(same)
         kind = self.draw.choice(kinds)
         self.described.append(f"a weight that is {kind}")
-        # PyTorch cannot train an expanded weight: its optimizer refuses to write to one element through several
-        trains = not kind.startswith("frozen") and not (kind.startswith("expanded") and self._often(0.8))
+        # PyTorch cannot train an expanded weight: its optimizer refuses to write to one element
+        # through several
+        trains = not kind.startswith("frozen") and not (
+            kind.startswith("expanded") and self._often(0.8)
+        )
         if kind == "slice":
             new = torch.cat([weight, weight])[: weight.shape[0]]
         elif kind == "columns":

@@ -1,4 +1,5 @@
-"""Compare transformers' Conv1D, the layer of GPT-2, in FP8 with a Linear on the transposed weight, bitwise."""
+"""Compare transformers' Conv1D, the layer of GPT-2, in FP8 with a Linear on the transposed weight,
+bitwise."""
 
 from __future__ import annotations
 
@@ -145,7 +146,9 @@ def test_layers_without_products_stay_in_high_precision(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(NativeCompute, "takes_transposed", False)
         report = convert(nn.Sequential(conv(32, 32), nn.Linear(32, 32))).report
-    assert report.converted == ["1"] and "native has no products for it" in report.high_precision["0"]
+    assert (
+        report.converted == ["1"] and "native has no products for it" in report.high_precision["0"]
+    )
     report = convert(nn.Sequential(conv(20, 32), conv(32, 32)), "ao").report
     assert report.converted == ["1"] and "not multiples of 16" in report.high_precision["0"]
 
@@ -164,12 +167,18 @@ def test_tied_layers_stay_tied():
 
 def only_the_head_remains(model: nn.Module, optimizer) -> bool:
     audit = fp8_backends.audit(model, optimizer)
-    ran = [counts for counts in audit.products.values() if counts["fprop"] and counts["dgrad"] and counts["wgrad"]]
+    ran = [
+        counts
+        for counts in audit.products.values()
+        if counts["fprop"] and counts["dgrad"] and counts["wgrad"]
+    ]
     return len(ran) == 8 and list(audit.high_precision) == ["lm_head"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["native:dynamic", "native:mxfp8", "ao:rowwise", "msamp:O2", "msamp:O4"])
+@pytest.mark.parametrize(
+    "spec", ["native:dynamic", "native:mxfp8", "ao:rowwise", "msamp:O2", "msamp:O4"]
+)
 def test_gpt2_matches_linear_layers_and_loads_into_stock(spec, tmp_path):
     """Match losses bitwise, with rounding to nearest at levels."""
     fields = {"rounding": "nearest"} if spec in LEVELS else {}
@@ -187,7 +196,10 @@ def test_gpt2_matches_linear_layers_and_loads_into_stock(spec, tmp_path):
 
 def test_the_proof_names_conv1d(capfd):
     train(*prepared(gpt2()), "gpt2", steps=1)
-    assert "native:dynamic: 0/1 Linear, 8/8 Conv1D, 86 % of weight FLOPs in FP8" in capfd.readouterr().err
+    assert (
+        "native:dynamic: 0/1 Linear, 8/8 Conv1D, 86 % of weight FLOPs in FP8"
+        in capfd.readouterr().err
+    )
     model, optimizer = prepared(nn.Sequential(conv(32, 32)))
     model(torch.randn(4, 32)).sum().backward()
     optimizer.step()
@@ -199,7 +211,9 @@ def test_level_stores_weights_and_gradients_in_conv1d_layout(level):
     model, optimizer = prepared(gpt2(), level)
     loss_of(model, batch("gpt2")).backward()
     weight = model.transformer.h[0].attn.c_attn.weight
-    assert weight.codes.dtype == (torch.float8_e4m3fn if level in ("msamp:O3", "msamp:O4") else torch.float16)
+    assert weight.codes.dtype == (
+        torch.float8_e4m3fn if level in ("msamp:O3", "msamp:O4") else torch.float16
+    )
     assert weight.grad.codes.dtype == torch.float8_e4m3fn
     assert weight.shape == weight.grad.shape == (32, 96) and weight.grad.codes.is_contiguous()
 
@@ -208,9 +222,13 @@ def test_level_stores_weights_and_gradients_in_conv1d_layout(level):
 @pytest.mark.parametrize("spec", ["native:delayed", "msamp:O3"])
 def test_accelerate_checkpoint_resumes_bitwise(spec, tmp_path):
     def run():
-        accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend=spec)])
+        accelerator = Accelerator(
+            mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend=spec)]
+        )
         model = gpt2()
-        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+        return accelerator, *accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+        )
 
     accelerator, model, optimizer = run()
     train(model, optimizer, "gpt2", steps=2)
@@ -224,13 +242,18 @@ def test_accelerate_checkpoint_resumes_bitwise(spec, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"]
+)
 def test_copies_train_like_the_original(make):
     for spec in ("native:delayed", "ao:tensorwise"):
         model, optimizer = prepared(gpt2(), spec)
         copied = make(model)
         losses = train(model, optimizer, "gpt2", steps=2)
-        assert train(copied, torch.optim.AdamW(copied.parameters(), lr=3e-3), "gpt2", steps=2) == losses
+        assert (
+            train(copied, torch.optim.AdamW(copied.parameters(), lr=3e-3), "gpt2", steps=2)
+            == losses
+        )
 
 
 def test_recomputation_and_kept_weight_casts():
@@ -239,7 +262,10 @@ def test_recomputation_and_kept_weight_casts():
     model.gradient_checkpointing_enable()
     fp8_backends.convert.stored_weights.keep_weight_casts(model)
     assert train(model, optimizer, "gpt2", steps=3) == losses
-    assert all(counts["recomputed"] == 3 for counts in fp8_backends.audit(model, optimizer).products.values())
+    assert all(
+        counts["recomputed"] == 3
+        for counts in fp8_backends.audit(model, optimizer).products.values()
+    )
 
 
 @pytest.mark.slow
@@ -263,7 +289,12 @@ def test_compiled_without_a_graph_break(spec):
 
 # Adapters, frozen FP8 weights, and files of FP8 codes
 
-LORA = {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True, "init_lora_weights": False}
+LORA = {
+    "r": 4,
+    "target_modules": ["c_attn", "c_proj", "c_fc"],
+    "fan_in_fan_out": True,
+    "init_lora_weights": False,
+}
 
 
 def logits_of(model: nn.Module) -> torch.Tensor:
@@ -294,7 +325,9 @@ def test_peft_after_prepare_sees_weight_layout():
     assert adapted.base_model.model.transformer.h[0].attn.c_attn.fan_in_fan_out
     trained, untouched = logits_of(adapted), logits_of(gpt2())
     merged = logits_of(adapted.merge_and_unload())
-    assert torch.allclose(merged, trained, atol=1e-5) and not torch.allclose(merged, untouched, atol=1e-2)
+    assert torch.allclose(merged, trained, atol=1e-5) and not torch.allclose(
+        merged, untouched, atol=1e-2
+    )
 
 
 def test_export_skips_conv1d_with_reason(tmp_path):
@@ -309,4 +342,6 @@ def test_export_skips_conv1d_with_reason(tmp_path):
     assert "not of Conv1D" in result.high_precision["transformer.h.0.mlp.c_proj"]
     saved = load_file(tmp_path / "model.safetensors")
     assert saved["transformer.h.0.mlp.c_fc.weight"].dtype == torch.float8_e4m3fn
-    assert torch.equal(saved["transformer.h.0.mlp.c_proj.weight"], model.transformer.h[0].mlp.c_proj.weight)
+    assert torch.equal(
+        saved["transformer.h.0.mlp.c_proj.weight"], model.transformer.h[0].mlp.c_proj.weight
+    )

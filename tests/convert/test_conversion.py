@@ -24,7 +24,8 @@ from fp8_backends.recipes.handlers import FP8RecipeKwargs
 
 
 class Tied(nn.Module):
-    """Everything at risk in a conversion: ties, a shared module, a frozen layer, hooks, an evaluated part."""
+    """Everything at risk in a conversion: ties, a shared module, a frozen layer, hooks, an
+    evaluated part."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +49,8 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_parameter_is_lost(backend):
-    """House rule 1: modules, Parameters, ties, flags, hooks, attributes and the optimizer's state all survive."""
+    """House rule 1: modules, Parameters, ties, flags, hooks, attributes and the optimizer's state
+    all survive."""
     model = Tied()
     outside = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([*model.parameters(), outside], lr=0.01)
@@ -60,18 +62,35 @@ def test_no_parameter_is_lost(backend):
     modules, parameters = list(model.modules()), list(model.parameters())
     references = [weakref.ref(module) for module in modules]
     states = {id(p): {k: id(v) for k, v in optimizer.state[p].items()} for p in optimizer.state}
-    keys, names = list(model.state_dict()), [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    flags = [(module.training, [p.requires_grad for p in module.parameters()]) for module in modules]
+    keys, names = (
+        list(model.state_dict()),
+        [name for name, _ in model.named_parameters(remove_duplicate=False)],
+    )
+    flags = [
+        (module.training, [p.requires_grad for p in module.parameters()]) for module in modules
+    ]
 
     prepared = convert(model, backend)
 
-    assert list(map(id, model.modules())) == list(map(id, modules)) == [id(reference()) for reference in references]
+    assert (
+        list(map(id, model.modules()))
+        == list(map(id, modules))
+        == [id(reference()) for reference in references]
+    )
     assert list(map(id, model.parameters())) == list(map(id, parameters))
     assert list(model.state_dict()) == keys
     assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names
-    assert [(module.training, [p.requires_grad for p in module.parameters()]) for module in modules] == flags
-    assert {id(p): {k: id(v) for k, v in optimizer.state[p].items()} for p in optimizer.state} == states
-    assert model.tied.weight is model.first.weight and model.again is model.shared and model.shared.note == "mine"
+    assert [
+        (module.training, [p.requires_grad for p in module.parameters()]) for module in modules
+    ] == flags
+    assert {
+        id(p): {k: id(v) for k, v in optimizer.state[p].items()} for p in optimizer.state
+    } == states
+    assert (
+        model.tied.weight is model.first.weight
+        and model.again is model.shared
+        and model.shared.note == "mine"
+    )
     assert prepared.report.converted == ["first", "tied", "shared", "frozen", "evaluated.0", "out"]
 
     before = [p.detach().clone() for p in parameters]
@@ -96,24 +115,36 @@ def test_shared_module_is_listed_once_with_aliases():
     assert shared.aliases == ("again",)
     assert [product.name for product in report.products].count("shared") == 1
     model = Tied()
-    assert convert(model, exclude=["again"]).report.high_precision == {"shared": "left out by exclude='again'"}
+    assert convert(model, exclude=["again"]).report.high_precision == {
+        "shared": "left out by exclude='again'"
+    }
     assert train(model)[-1] < train(Tied(), steps=1)[0]
 
 
-@pytest.mark.parametrize("backend, odd_one_converts", [("native:dynamic", True), ("ao:tensorwise", False)])
+@pytest.mark.parametrize(
+    "backend, odd_one_converts", [("native:dynamic", True), ("ao:tensorwise", False)]
+)
 def test_an_odd_size_does_not_stop_its_siblings(backend, odd_one_converts):
     """Stock Accelerate's conversion returns at the first size without a factor of 16."""
     model = mlp(32, 17, 32, 16)
     before = copy.deepcopy(model.state_dict())
     prepared = convert(model, backend)
-    assert ("4" in prepared.report.converted) and ("0" in prepared.report.converted) == odd_one_converts
+    assert ("4" in prepared.report.converted) and (
+        "0" in prepared.report.converted
+    ) == odd_one_converts
     learns(model)
     assert_ran_in_fp8(prepared, model, 8)
     assert all(not torch.equal(before[key], value) for key, value in model.state_dict().items())
     if odd_one_converts:
-        assert {p.reason for p in prepared.report.products} == {None, "sizes padded to multiples of 16"}
+        assert {p.reason for p in prepared.report.products} == {
+            None,
+            "sizes padded to multiples of 16",
+        }
     else:
-        assert set(prepared.report.high_precision) == {"0", "2"} and "16" in prepared.report.high_precision["0"]
+        assert (
+            set(prepared.report.high_precision) == {"0", "2"}
+            and "16" in prepared.report.high_precision["0"]
+        )
 
 
 # copies, pickles, undoing
@@ -122,7 +153,8 @@ def test_an_odd_size_does_not_stop_its_siblings(backend, odd_one_converts):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_copy_trains_identically_on_its_own_weights_and_state(backend, way):
-    """House rule 6. A deep copy of stock Accelerate's converted model runs the original's weights."""
+    """House rule 6. A deep copy of stock Accelerate's converted model runs the original's
+    weights."""
     model = mlp(32, 48, 32)
     prepared = convert(model, backend)
     train(model, steps=2)
@@ -168,7 +200,9 @@ def test_restore_undoes_exactly(backend):
     convert(model, backend)
     restore(model)
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == attributes
-    assert [type(module) for module in model.modules()] == [type(module) for module in untouched.modules()]
+    assert [type(module) for module in model.modules()] == [
+        type(module) for module in untouched.modules()
+    ]
     assert [name for name, _ in model.named_buffers()] == buffers and prepared_roots(model) == []
     assert not any(module._non_persistent_buffers_set for module in model.modules())
     assert len(model._forward_pre_hooks) == 1
@@ -346,7 +380,8 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_conversion_copies_no_weights(backend):
-    """Allocate no memory of a weight's size: carriers hold the model's own weights, or meta tensors."""
+    """Allocate no memory of a weight's size: carriers hold the model's own weights, or meta
+    tensors."""
     model = mlp(*[256] * 9)
     pointers = [p.data_ptr() for p in model.parameters()]
     fields = {"amax_history_len": 16} if backend == "native:delayed" else {}
@@ -364,7 +399,9 @@ def test_conversion_of_2000_layers_is_linear_in_layers(backend):
     """Twice the layers take at most 2.6 times as long: 2 plus room for a noisy machine."""
 
     def seconds(layers):
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16, bias=False)) for _ in range(layers)])
+        model = nn.Sequential(
+            *[nn.Sequential(nn.Linear(16, 16, bias=False)) for _ in range(layers)]
+        )
         start = time.process_time()
         prepared = convert(model, backend)
         taken = time.process_time() - start

@@ -14,13 +14,16 @@ from fp8_backends.errors import FP8BackendError, RecipeError
 
 
 class Language(nn.Module):
-    """A model with an embedding, a router, look-alikes of routers, and a head under a chosen name."""
+    """A model with an embedding, a router, look-alikes of routers, and a head under a chosen
+    name."""
 
     def __init__(self, head="lm_head", tie=False):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(32, 32)
-        self.block = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("gate", "gate_proj", "router_proj", "up")})
+        self.block = nn.ModuleDict(
+            {name: nn.Linear(32, 32) for name in ("gate", "gate_proj", "router_proj", "up")}
+        )
         self.head_name = head
         setattr(self, head, nn.Linear(32, 32, bias=False))
         if tie:
@@ -51,15 +54,26 @@ HIDDEN = ["block.gate_proj", "block.router_proj", "block.up"]
         Declared("anything"),
         nn.Sequential(Declared("anything")),
     ],
-    ids=["name", "sequence classification", "child of the root", "tied", "declared", "declared inside a wrapper"],
+    ids=[
+        "name",
+        "sequence classification",
+        "child of the root",
+        "tied",
+        "declared",
+        "declared inside a wrapper",
+    ],
 )
 def test_head_and_router_stay_in_high_precision(model):
     prepared = convert(model)
     prefix = "0." if isinstance(model, nn.Sequential) else ""
     assert prepared.report.converted == [prefix + name for name in HIDDEN]
-    kinds = {product.name: product.kind for product in prepared.report.products if product.state != "fp8"}
+    kinds = {
+        product.name: product.kind for product in prepared.report.products if product.state != "fp8"
+    }
     assert sorted(kinds.values()) == ["head", "router"] and kinds[f"{prefix}block.gate"] == "router"
-    assert all("kept in high precision" in reason for reason in prepared.report.high_precision.values())
+    assert all(
+        "kept in high precision" in reason for reason in prepared.report.high_precision.values()
+    )
     learns(model)
     assert_ran_in_fp8(prepared, model, 8)
 
@@ -87,12 +101,19 @@ def test_head_names_count_only_for_children_of_root():
         ),
         ({"include": ["+*"], "exclude": ["lm_head"]}, ["block.gate", *HIDDEN]),
         ({"module_filter_func": lambda module, name: name.endswith("head")}, ["lm_head"]),
-        ({"module_filter_func": lambda module, name: "_" in name, "exclude": ["lm_head"]}, HIDDEN[:2]),
-        ({"module_filter_func": lambda module, name: "_" in name, "include": ["*head"]}, ["lm_head"]),
+        (
+            {"module_filter_func": lambda module, name: "_" in name, "exclude": ["lm_head"]},
+            HIDDEN[:2],
+        ),
+        (
+            {"module_filter_func": lambda module, name: "_" in name, "include": ["*head"]},
+            ["lm_head"],
+        ),
     ],
 )
 def test_the_users_choice_of_layers_is_followed(fields, converted):
-    """Patterns and filter override the default exclusions; `exclude` wins. All layers train, chosen or not."""
+    """Patterns and filter override the default exclusions; `exclude` wins. All layers train, chosen
+    or not."""
     model = Language()
     before = copy.deepcopy(model.state_dict())
     prepared = convert(model, **fields)
@@ -134,7 +155,10 @@ def with_attribute_in_the_way():
 
 UNCONVERTIBLE = {
     "subclass": (lambda: OwnLinear(32, 32), "OwnLinear is a subclass"),
-    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "parametrized"),
+    "parametrized": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)),
+        "parametrized",
+    ),
     "pruned": (
         lambda: nn.utils.prune.random_unstructured(nn.Linear(32, 32), "weight", 0.5),
         "no Parameter",
@@ -148,7 +172,8 @@ UNCONVERTIBLE = {
 @pytest.mark.parametrize("case", UNCONVERTIBLE)
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_high_precision_is_the_fallback_layer_by_layer(case):
-    """House rule 4: an unsupported layer is named, keeps its behaviour and trains; its siblings convert."""
+    """House rule 4: an unsupported layer is named, keeps its behaviour and trains; its siblings
+    convert."""
     build, reason = UNCONVERTIBLE[case]
     torch.manual_seed(0)
     odd = build()
@@ -156,7 +181,10 @@ def test_high_precision_is_the_fallback_layer_by_layer(case):
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), odd, nn.Tanh(), nn.Linear(32, 16))
     prepared = convert(model)
     assert prepared.report.converted == ["0", "4"]
-    assert list(prepared.report.high_precision) == ["2"] and reason in prepared.report.high_precision["2"]
+    assert (
+        list(prepared.report.high_precision) == ["2"]
+        and reason in prepared.report.high_precision["2"]
+    )
     assert type(odd) is odd_type and set(odd.__dict__) == attributes
     if case == "lazy":
         model(torch.zeros(1, 32))
@@ -177,7 +205,9 @@ def test_integer_and_empty_layers_are_named_and_skipped():
             torch.manual_seed(0)
             self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 16)
             self.integer = nn.Linear(32, 32)
-            self.integer.weight = nn.Parameter(torch.ones(32, 32, dtype=torch.int8), requires_grad=False)
+            self.integer.weight = nn.Parameter(
+                torch.ones(32, 32, dtype=torch.int8), requires_grad=False
+            )
             self.to_nothing, self.from_nothing = nn.Linear(32, 0), nn.Linear(0, 16)
 
         def forward(self, x):
@@ -200,8 +230,12 @@ def test_attention_with_functional_products_is_named_and_trains():
     model = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, dropout=0.0, batch_first=True)
     prepared = convert(model)
     assert prepared.report.converted == ["linear1", "linear2"]
-    kinds = {product.name: (product.kind, product.out_features) for product in prepared.report.products}
-    assert kinds["self_attn.in_proj_weight"] == ("parameter", 96) and kinds["self_attn.out_proj"] == ("Linear", 32)
+    kinds = {
+        product.name: (product.kind, product.out_features) for product in prepared.report.products
+    }
+    assert kinds["self_attn.in_proj_weight"] == ("parameter", 96) and kinds[
+        "self_attn.out_proj"
+    ] == ("Linear", 32)
     assert prepared.report.flops_share == pytest.approx(2 * 32 * 64 / (2 * 32 * 64 + 4 * 32 * 32))
     weights = [p.detach().clone() for p in model.parameters()]
     learns(model)
@@ -225,7 +259,10 @@ def test_listed_experts_count_by_the_visits_of_a_token():
     for config, flops in ((None, 2 * 32 * 32), (Config(), 2 * 32 * 32 * 2 / 4)):
         model = nn.Sequential(nn.Linear(32, 32), Mixture(config))
         prepared = convert(model)
-        assert [product.flops for product in prepared.report.products] == [2 * 32 * 32, *[flops] * 4]
+        assert [product.flops for product in prepared.report.products] == [
+            2 * 32 * 32,
+            *[flops] * 4,
+        ]
         learns(model)
         experts = model[1].experts
         assert [counts(expert)[0] for expert in experts] == [8, 0, 0, 8]
@@ -260,7 +297,14 @@ def test_the_report_lists_states_and_reasons():
     ]
     assert prepared.report.flops_share == pytest.approx(0.4)
     train(model, steps=1)
-    assert sum(counts(layer)[0] > 0 for layer in model.modules() if prepared.compute.is_converted(layer)) == 2
+    assert (
+        sum(
+            counts(layer)[0] > 0
+            for layer in model.modules()
+            if prepared.compute.is_converted(layer)
+        )
+        == 2
+    )
 
 
 def test_report_groups_repeated_layers():

@@ -15,12 +15,19 @@ STEPS = 8
 
 # per block: converted layers by name, and forward FLOPs per token of all weights
 CONVERTED = {
-    "gpt_neox": ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"],
-    "llama": [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")],
+    "gpt_neox": [
+        "attention.query_key_value",
+        "attention.dense",
+        "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h",
+    ],
+    "llama": [f"self_attn.{x}_proj" for x in "qkvo"]
+    + [f"mlp.{x}_proj" for x in ("gate", "up", "down")],
     "bert": [f"attention.self.{x}" for x in ("query", "key", "value")]
     + ["attention.output.dense", "intermediate.dense", "output.dense"],
     "gpt2": ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"],
-    "mixtral": [f"self_attn.{x}_proj" for x in "qkvo"] + ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "mixtral": [f"self_attn.{x}_proj" for x in "qkvo"]
+    + ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
 NATIVE_ALONE = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 BLOCKS = {"gpt_neox": "gpt_neox.layers", "bert": "bert.encoder.layer", "gpt2": "transformer.h"}
@@ -50,7 +57,8 @@ def assert_products(prepared, model, steps=STEPS):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_family_trains_with_converted_blocks(family, backend):
-    """Losses near the high-precision ones and not equal to them; every parameter moves; ties, names and keys stay."""
+    """Losses near the high-precision ones and not equal to them; every parameter moves; ties, names
+    and keys stay."""
     model, plain = build(family), build(family)
     keys, parameters = list(model.state_dict()), list(map(id, model.parameters()))
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -59,11 +67,18 @@ def test_model_family_trains_with_converted_blocks(family, backend):
 
     prepared = convert(model, backend)
 
-    converted = [x for x in CONVERTED[family] if prepared.compute.name == "native" or x not in NATIVE_ALONE]
+    converted = [
+        x for x in CONVERTED[family] if prepared.compute.name == "native" or x not in NATIVE_ALONE
+    ]
     expected = names_in_blocks(family, converted)
     extra = ["cls.predictions.transform.dense"] if family == "bert" else []
     assert prepared.report.converted == expected + extra
-    assert "output head" in prepared.report.high_precision["cls.predictions.decoder" if family == "bert" else "lm_head"]
+    assert (
+        "output head"
+        in prepared.report.high_precision[
+            "cls.predictions.decoder" if family == "bert" else "lm_head"
+        ]
+    )
     losses = train(model, optimizer, family, STEPS)
     assert_trained(model, before, losses)
     assert_products(prepared, model)
@@ -86,7 +101,9 @@ def test_included_tied_head_runs_in_fp8_and_stays_tied(backend):
     convs = names_in_blocks("gpt2", ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"])
     assert prepared.report.high_precision == dict.fromkeys(convs, "not named in include")
     assert {kinds[name] for name in convs} == {"Conv1D"}
-    sizes = {p.name.split(".", 3)[-1]: (p.in_features, p.out_features) for p in prepared.report.products}
+    sizes = {
+        p.name.split(".", 3)[-1]: (p.in_features, p.out_features) for p in prepared.report.products
+    }
     assert sizes["attn.c_attn"] == (WIDTH, 3 * WIDTH) and sizes["mlp.c_proj"] == (4 * WIDTH, WIDTH)
     losses = train(model, optimizer, "gpt2", STEPS)
     assert_trained(model, before, losses)
@@ -96,7 +113,9 @@ def test_included_tied_head_runs_in_fp8_and_stays_tied(backend):
 
 def test_including_unsupported_weights_is_an_error_with_reason():
     model, plain = build("mixtral"), build("mixtral")
-    with pytest.raises(FP8BackendError, match="include: 'gate' .*multiplies by this Parameter itself"):
+    with pytest.raises(
+        FP8BackendError, match="include: 'gate' .*multiplies by this Parameter itself"
+    ):
         convert(model, include=["q_proj", "gate"])
     assert loss_of(model, batch()).item() == loss_of(plain, batch()).item()
     prepared = convert(model, include=["q_proj"], exclude=["*.1.*"])
@@ -115,7 +134,9 @@ def test_evaluation_runs_in_high_precision_and_changes_nothing(family):
     plain = copy.deepcopy(model)
     conversion.restore(plain)
     with torch.no_grad():
-        assert torch.equal(loss_of(model.eval(), batch(family)), loss_of(plain.eval(), batch(family)))
+        assert torch.equal(
+            loss_of(model.eval(), batch(family)), loss_of(plain.eval(), batch(family))
+        )
     assert all(torch.equal(t, state[name]) for name, t in model.named_buffers() if "fp8_" in name)
     losses = train(model.train(), torch.optim.AdamW(model.parameters(), lr=3e-3), family, 4)
     assert losses[-1] < losses[0]
@@ -129,7 +150,9 @@ def test_a_saved_model_loads_into_stock_transformers(tmp_path):
     losses = train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "llama", 4)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters(), strict=True)
+    )
     assert all(type(p) is torch.nn.Parameter for p in loaded.parameters())
     assert loss_of(loaded, batch()).item() < losses[0]
 

@@ -1,4 +1,5 @@
-"""Mixtures of experts of transformers, whole: converted, counted, proven and restored like Linears."""
+"""Mixtures of experts of transformers, whole: converted, counted, proven and restored like
+Linears."""
 
 import copy
 import pickle
@@ -26,7 +27,11 @@ from fp8_backends.states.gradient_release import is_dropped
 PARTS = ("gate_up_proj", "down_proj")
 FIRST = {"deepseek_v3": 1}
 """The first block with experts; 0 for the others."""
-BACKENDS = {"mixtral": "native:rowwise", "qwen3_moe": "native:delayed", "deepseek_v3": "native:dynamic"}
+BACKENDS = {
+    "mixtral": "native:rowwise",
+    "qwen3_moe": "native:delayed",
+    "deepseek_v3": "native:dynamic",
+}
 
 
 def names(family):
@@ -40,7 +45,11 @@ def prepare(model, backend="native:dynamic", **fields):
 
 
 def reasons(model):
-    found = {name: reason for name, reason in fp8_backends.audit(model).high_precision.items() if "experts" in name}
+    found = {
+        name: reason
+        for name, reason in fp8_backends.audit(model).high_precision.items()
+        if "experts" in name
+    }
     return {name.rsplit(".", 1)[-1]: reason for name, reason in found.items()}
 
 
@@ -62,7 +71,9 @@ def test_experts_train_in_fp8_counted_and_proven(family, capsys):
     assert list(model.state_dict()) == keys and list(map(id, model.parameters())) == parameters
 
     audit = fp8_backends.audit(model)
-    assert [name for name in audit.products if "experts" in name and "shared" not in name] == names(family)
+    assert [name for name in audit.products if "experts" in name and "shared" not in name] == names(
+        family
+    )
     for name in names(family):
         assert audit.products[name] == {"fprop": 8, "dgrad": 8, "wgrad": 8, "recomputed": 0}
         assert audit.engine[name] == exact_engine(torch.bfloat16)
@@ -85,9 +96,15 @@ def test_share_counts_experts_visited_per_token():
 def test_report_notes_experts_without_e5m2():
     hybrid, e4m3 = build("mixtral"), build("mixtral")
     prepare(hybrid, "native:dynamic"), prepare(e4m3, "native:dynamic", fp8_format="E4M3")
-    assert "in FP8 (gradients in E4M3 with a scale a row: no GPU has grouped" in str(hybrid._fp8_prepared.report)
+    assert "in FP8 (gradients in E4M3 with a scale a row: no GPU has grouped" in str(
+        hybrid._fp8_prepared.report
+    )
     assert "E5M2" not in str(e4m3._fp8_prepared.report)
-    assert all(product.reason is None for product in e4m3._fp8_prepared.report.products if product.state == "fp8")
+    assert all(
+        product.reason is None
+        for product in e4m3._fp8_prepared.report.products
+        if product.state == "fp8"
+    )
 
 
 def test_preparing_twice_is_idempotent_and_restore_undoes_all():
@@ -95,14 +112,18 @@ def test_preparing_twice_is_idempotent_and_restore_undoes_all():
     experts = model.model.layers[0].mlp.experts
     prepare(model)
     layer = experts.fp8_weights["down_proj"]
-    assert "experts, 32 -> 32, native:dynamic" in repr(experts) and "go:e4m3 by rows" in repr(experts)
+    assert "experts, 32 -> 32, native:dynamic" in repr(experts) and "go:e4m3 by rows" in repr(
+        experts
+    )
     prepare(model)
     assert experts.fp8_weights["down_proj"] is layer and experts.config.original is model.config
     with pytest.raises(fp8_backends.RecipeError, match="prepared with native:dynamic already"):
         prepare(model, "native:rowwise")
     conversion.restore(model)
     assert experts.config is model.config
-    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert [name for name, _ in model.named_modules()] == [
+        name for name, _ in plain.named_modules()
+    ]
     assert loss_of(model, batch()).item() == loss_of(plain, batch()).item()
 
 
@@ -117,17 +138,22 @@ def test_failed_conversion_leaves_experts_unchanged(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickle"]
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deep", "pickle"],
 )
 def test_copy_has_separate_counters_and_states(copied, monkeypatch):
     model, _ = prepare(build("mixtral"), "native:delayed", amax_history_len=4)
     loss_of(model, batch()).backward()
-    monkeypatch.delitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, functions.NAME)  # as in another process
+    # as in another process
+    monkeypatch.delitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, functions.NAME)
     other = copied(model)
     loss_of(other, batch()).backward()
     for own, counts in ((model, [1, 1, 1, 0]), (other, [2, 2, 2, 0])):
         experts = own.model.layers[1].mlp.experts
-        assert all(layer.weight is getattr(experts, part) for part, layer in experts.fp8_weights.items())
+        assert all(
+            layer.weight is getattr(experts, part) for part, layer in experts.fp8_weights.items()
+        )
         assert all(layer.fp8_products.tolist() == counts for layer in experts.fp8_weights.values())
 
 
@@ -142,7 +168,9 @@ def test_recomputation_is_counted_separately_and_changes_no_scale():
         losses[checkpointing] = train(model, optimizer, steps=3)
         experts = model.model.layers[0].mlp.experts
         expected = [3, 3, 3, 3 * checkpointing]
-        assert all(layer.fp8_products.tolist() == expected for layer in experts.fp8_weights.values())
+        assert all(
+            layer.fp8_products.tolist() == expected for layer in experts.fp8_weights.values()
+        )
     assert losses[False] == losses[True]
 
 
@@ -166,11 +194,14 @@ def test_frozen_experts_run_and_count_no_wgrad():
     train(model, optimizer, steps=1)
     audit = fp8_backends.audit(model)
     assert all(
-        audit.products[name] == {"fprop": 1, "dgrad": 1, "wgrad": 0, "recomputed": 0} for name in names("mixtral")
+        audit.products[name] == {"fprop": 1, "dgrad": 1, "wgrad": 0, "recomputed": 0}
+        for name in names("mixtral")
     )
     report = model._fp8_prepared.report
     experts = sum(p.flops for p in report.products if p.kind == "experts")
-    total, converted = (sum(p.flops for p in report.products if p.state == "fp8" or all_) for all_ in (True, False))
+    total, converted = (
+        sum(p.flops for p in report.products if p.state == "fp8" or all_) for all_ in (True, False)
+    )
     assert audit.flops_share == pytest.approx((3 * converted - experts) / (3 * total - experts))
 
 
@@ -184,7 +215,9 @@ def test_filters_select_each_expert_weight():
     experts = model.model.layers[0].mlp.experts
     assert list(experts.fp8_weights) == ["gate_up_proj"] and experts.down_proj.grad is None
     model, _ = prepare(build("gpt_oss"), exclude=["experts"])
-    assert "fp8_weights" not in model.model.layers[0].mlp.experts._modules and len(reasons(model)) == 2
+    assert (
+        "fp8_weights" not in model.model.layers[0].mlp.experts._modules and len(reasons(model)) == 2
+    )
 
 
 def stored_experts(model):
@@ -212,7 +245,9 @@ def test_levels_store_the_weights_of_experts(backend, family, weight, master, st
     assert all(audit.products[name]["wgrad"] == 2 for name in names(family))
     found = audit.bytes_per_element
     scales = 0.02  # of smallest weights: 4 bytes for each tensor or block
-    assert found["weight"] == pytest.approx(weight, abs=scales) and found["master"] == pytest.approx(master, abs=scales)
+    assert found["weight"] == pytest.approx(weight, abs=scales) and found[
+        "master"
+    ] == pytest.approx(master, abs=scales)
     assert found["gradient"] == pytest.approx(1, abs=scales)
     assert found["optimizer"] == pytest.approx(states, abs=scales)
     with torch.no_grad():
@@ -262,13 +297,18 @@ def test_stored_experts_resume_bitwise_and_export_plain(level):
 
     assigned, _ = prepare(build("mixtral", seed=3), f"msamp:{level}")
     assigned.load_state_dict(saved, assign=True)
-    assert all(type(p) is type(q) for p, q in zip(assigned.parameters(), model.parameters(), strict=True))
+    assert all(
+        type(p) is type(q) for p, q in zip(assigned.parameters(), model.parameters(), strict=True)
+    )
     loss_of(assigned, batch(seed=4)).backward()
     assert all(p.grad.codes.dtype == torch.float8_e4m3fn for _, p in stored_experts(assigned))
 
     values = {name: p.exact() for name, p in stored_experts(model)}
     conversion.restore(model)
-    assert all(type(p) is nn.Parameter and torch.equal(p, values[name]) for name, p in stored_experts(model))
+    assert all(
+        type(p) is nn.Parameter and torch.equal(p, values[name])
+        for name, p in stored_experts(model)
+    )
     plain = build("mixtral").model.layers[0].mlp.experts
     assert model.model.layers[0].mlp.experts.__dict__.keys() == plain.__dict__.keys()
 
@@ -292,22 +332,30 @@ def test_backends_without_experts_are_named():
     model, _ = prepare(build("mixtral"), "ao")
     found = reasons(model)
     assert set(found) == set(PARTS)
-    assert all("ao has no products for them (native and te have)" in each for each in found.values())
+    assert all(
+        "ao has no products for them (native and te have)" in each for each in found.values()
+    )
     of_te = conversion.expected(build("mixtral"), recipes.resolve("te"))
     assert set(names("mixtral")) <= set(of_te.converted)  # known without TransformerEngine
 
 
 def test_frozen_fp8_weights_exclude_experts():
     model = build("mixtral").requires_grad_(False)
-    preparation.prepare_model(model, recipes.resolve(FP8RecipeKwargs(backend="native", fp8_params=True)))
-    assert all("fp8_params stores 2-D weights in FP8" in reason for reason in reasons(model).values())
+    preparation.prepare_model(
+        model, recipes.resolve(FP8RecipeKwargs(backend="native", fp8_params=True))
+    )
+    assert all(
+        "fp8_params stores 2-D weights in FP8" in reason for reason in reasons(model).values()
+    )
     loss_of(model, batch())
     assert fp8_backends.audit(model).products["model.layers.0.self_attn.q_proj"]["fprop"] == 1
 
 
 def test_lora_on_experts_is_skipped():
     peft = pytest.importorskip("peft")
-    wanted = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    wanted = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]
+    )
     model = peft.get_peft_model(build("mixtral"), wanted)
     model, optimizer = prepare(model)
     losses = train(model, optimizer, steps=4)
@@ -317,7 +365,9 @@ def test_lora_on_experts_is_skipped():
     ran = {name: counts for name, counts in products.items() if "experts" in name}
     assert [name.split(".")[-1] for name in ran] == ["down_proj"] * LAYERS
     # frozen; the gradient goes through it to the adapter
-    assert all(counts == {"fprop": 4, "dgrad": 4, "wgrad": 0, "recomputed": 0} for counts in ran.values())
+    assert all(
+        counts == {"fprop": 4, "dgrad": 4, "wgrad": 0, "recomputed": 0} for counts in ran.values()
+    )
 
 
 class Loose(nn.Module):
@@ -348,7 +398,9 @@ def test_unregistered_experts_are_named(monkeypatch):
     assert "its forward was replaced" in obstacle_of(replaced)
 
     quantized = make_experts("mixtral").experts
-    quantized.up = quantized.gate_up_proj = nn.Parameter(torch.zeros(4, 8, 8, dtype=torch.int8), requires_grad=False)
+    quantized.up = quantized.gate_up_proj = nn.Parameter(
+        torch.zeros(4, 8, 8, dtype=torch.int8), requires_grad=False
+    )
     assert "weight dtype torch.int8" in obstacle_of(quantized)
 
     # transformers 4 has no registry
@@ -361,7 +413,10 @@ def test_unregistered_experts_are_named(monkeypatch):
 def test_unprepared_model_runs_registered_function_as_eager():
     prepare(build("mixtral"), "native:dynamic")  # registers the function
     experts, plain = make_experts("gpt_oss").experts, make_experts("gpt_oss").experts
-    experts.config._experts_implementation, plain.config._experts_implementation = "fp8_backends", "eager"
+    experts.config._experts_implementation, plain.config._experts_implementation = (
+        "fp8_backends",
+        "eager",
+    )
     assert torch.equal(experts(*routed(8)), plain(*routed(8)))
 
 
@@ -373,7 +428,8 @@ def test_delayed_states_are_saved_and_synchronized_per_expert():
     state = compute.scaling_state(model)
     name = next(name for name in state if "down_proj" in name)
     assert state[name].shape == (EXPERTS, 3, 6)
-    assert len(state[name].view(torch.float32)[:, :, 0].unique()) > 2  # each expert has its own scales
+    # each expert has its own scales
+    assert len(state[name].view(torch.float32)[:, :, 0].unique()) > 2
     other, _ = prepare(build("mixtral"), "native:delayed", amax_history_len=4)
     compute.load_scaling_state(other, state)
     assert loss_of(other, batch()).item() == loss_of(model, batch()).item()
@@ -386,7 +442,9 @@ def test_delayed_states_are_saved_and_synchronized_per_expert():
 def test_meta_model_gets_fresh_counters_when_materialized(how):
     with torch.device("meta"):
         model = build("mixtral")
-    preparation.prepare_model(model, recipes.resolve(FP8RecipeKwargs(backend="native:delayed", amax_history_len=4)))
+    preparation.prepare_model(
+        model, recipes.resolve(FP8RecipeKwargs(backend="native:delayed", amax_history_len=4))
+    )
     real = build("mixtral").state_dict()
     if how == "to_empty":
         model.to_empty(device="cpu").load_state_dict(real)

@@ -48,7 +48,9 @@ def step(model, optimizer):
 def test_fused_head_trains_like_ordinary_head(tied, fields, backend, capfd):
     proofs, losses = [], []
     for fused in (True, False):
-        model, optimizer = prepared(llama(tie_word_embeddings=tied), backend, fused_head=fused, **fields)
+        model, optimizer = prepared(
+            llama(tie_word_embeddings=tied), backend, fused_head=fused, **fields
+        )
         results = [step(model, optimizer) for _ in range(4)]
         assert all(isinstance(logits, DeferredLogits) == fused for _, logits in results)
         assert all(logits.pending.output is None for _, logits in results if fused)
@@ -82,7 +84,10 @@ def test_restore_copies_and_pickles(fields):
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert isinstance(step(*prepared(copied, fused_head=True, **fields))[1], DeferredLogits)
     fp8_backends.restore(model)
-    assert type(model.lm_head) is nn.Linear and model.lm_head.__dict__.keys() == llama().lm_head.__dict__.keys()
+    assert (
+        type(model.lm_head) is nn.Linear
+        and model.lm_head.__dict__.keys() == llama().lm_head.__dict__.keys()
+    )
     assert type(step(model, optimizer)[1]) is torch.Tensor
 
 
@@ -93,7 +98,9 @@ def test_activation_checkpointing_and_kept_weight_casts():
     batch = counting_batch()[:8]
     gradients = []
     for _ in range(2):
-        checkpoint(lambda x: model(input_ids=x, labels=x, use_cache=False).loss, batch, use_reentrant=False).backward()
+        checkpoint(
+            lambda x: model(input_ids=x, labels=x, use_cache=False).loss, batch, use_reentrant=False
+        ).backward()
         gradients.append(model.lm_head.weight.grad.clone())
     assert torch.allclose(gradients[1], 2 * gradients[0])
     model.gradient_checkpointing_enable()
@@ -118,7 +125,13 @@ def tiny(kind: str, **fields):
     """A tiny model of a family with scaled or capped logits."""
     import transformers
 
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, num_key_value_heads=2)
     config = getattr(transformers, f"{kind}Config")(**sizes, **tokens, **fields)
     return getattr(transformers, f"{kind}ForCausalLM")(config)
@@ -162,8 +175,14 @@ def with_custom_head():
 
 
 ORDINARY = {
-    "no head": (lambda: nn.Sequential(nn.Linear(32, 32)), "the output head {}: no get_output_embeddings of the model"),
-    "LoRA": (with_lora_on_its_head, "the output head {}: it is no plain Linear, but peft.tuners.lora.layer.Linear"),
+    "no head": (
+        lambda: nn.Sequential(nn.Linear(32, 32)),
+        "the output head {}: no get_output_embeddings of the model",
+    ),
+    "LoRA": (
+        with_lora_on_its_head,
+        "the output head {}: it is no plain Linear, but peft.tuners.lora.layer.Linear",
+    ),
     "another forward": (with_custom_head, "lm_head {}: its forward was replaced on the instance"),
 }
 
@@ -172,10 +191,14 @@ ORDINARY = {
 def test_unsupported_head_warns_once_and_runs_ordinarily(name, caplog):
     build, reason = ORDINARY[name]
     with caplog.at_level(logging.WARNING, logger="fp8_backends"):
-        fp8_backends.prepare(*prepared(build(), fused_head=True), {"backend": "native:dynamic", "fused_head": True})
+        fp8_backends.prepare(
+            *prepared(build(), fused_head=True), {"backend": "native:dynamic", "fused_head": True}
+        )
     said = [message for message in caplog.messages if "fused_head" in message]
     assert len(said) == 1
-    assert said[0].startswith(f"native:dynamic: fused_head: {reason.format('runs as an ordinary layer')}")
+    assert said[0].startswith(
+        f"native:dynamic: fused_head: {reason.format('runs as an ordinary layer')}"
+    )
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -185,4 +208,6 @@ def test_frozen_head_returns_input_gradient(stored):
     include = {"include": ["lm_head"], "fp8_params": True} if stored else FP8_HEAD
     model, optimizer = prepared(model, fused_head=True, **include)
     assert isinstance(step(model, optimizer)[1], DeferredLogits)
-    assert fp8_backends.audit(model).products["lm_head"] == dict(fprop=1, dgrad=1, wgrad=0, recomputed=0)
+    assert fp8_backends.audit(model).products["lm_head"] == dict(
+        fprop=1, dgrad=1, wgrad=0, recomputed=0
+    )

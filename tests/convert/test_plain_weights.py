@@ -1,4 +1,5 @@
-"""`fp8_backends.checkpoints.plain_weights`: plain tensors inside, stored forms afterwards, and no change lost."""
+"""`fp8_backends.checkpoints.plain_weights`: plain tensors inside, stored forms afterwards, and no
+change lost."""
 
 from __future__ import annotations
 
@@ -57,15 +58,26 @@ def test_weights_are_plain_inside_and_training_resumes_unchanged(backend, dtype)
     assert step(model, optimizer) == step(other, its_optimizer)
     parameters, values, before = list(model.parameters()), model.state_dict(), bits(model)
     with fp8_backends.checkpoints.plain_weights(model) as same:
-        assert same is model and all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+        assert same is model and all(
+            a is b for a, b in zip(parameters, model.parameters(), strict=True)
+        )
         assert all(type(p) is nn.Parameter and p.requires_grad for p in parameters)
         assert model.up.weight is model.embed.weight
         assert len(save({name: p.detach().clone() for name, p in model.named_parameters()})) > 0
-        assert all(torch.equal(p, values[name]) and p.data_ptr() for name, p in model.named_parameters())
+        assert all(
+            torch.equal(p, values[name]) and p.data_ptr() for name, p in model.named_parameters()
+        )
         kept = copy.deepcopy(model)
-    assert isinstance(model.down.weight, ScaledTensor) and all(map(torch.equal, before, bits(model)))
-    assert [step(model, optimizer) for _ in range(3)] == [step(other, its_optimizer) for _ in range(3)]
-    assert list(model.state_dict()) == list(values) and type(model.state_dict()["down.weight"]) is torch.Tensor
+    assert isinstance(model.down.weight, ScaledTensor) and all(
+        map(torch.equal, before, bits(model))
+    )
+    assert [step(model, optimizer) for _ in range(3)] == [
+        step(other, its_optimizer) for _ in range(3)
+    ]
+    assert (
+        list(model.state_dict()) == list(values)
+        and type(model.state_dict()["down.weight"]) is torch.Tensor
+    )
     kept.load_state_dict(values)
     assert all(type(p) is nn.Parameter for p in kept.parameters())
 
@@ -124,7 +136,9 @@ def test_plain_weights_stay_unchanged(backend):
 
 def frozen(scaling: str) -> nn.Module:
     model = Tied().requires_grad_(False)
-    recipe = fp8_backends.NativeRecipeKwargs(scaling=scaling, fp8_params=True, include=["down"], exclude=["up"])
+    recipe = fp8_backends.NativeRecipeKwargs(
+        scaling=scaling, fp8_params=True, include=["down"], exclude=["up"]
+    )
     return fp8_backends.prepare(model, None, recipe)[0].eval()
 
 
@@ -132,12 +146,18 @@ def test_frozen_fp8_weights_are_plain_inside_and_keep_merged_adapter():
     model = frozen("dynamic")
     before, outputs = bits(model), model(torch.arange(8))
     with fp8_backends.checkpoints.plain_weights(model):
-        assert type(model.down.weight) is nn.Parameter and torch.equal(model(torch.arange(8)), outputs)
-    assert isinstance(model.down.weight, ScaledTensor) and all(map(torch.equal, before, bits(model)))
+        assert type(model.down.weight) is nn.Parameter and torch.equal(
+            model(torch.arange(8)), outputs
+        )
+    assert isinstance(model.down.weight, ScaledTensor) and all(
+        map(torch.equal, before, bits(model))
+    )
     with fp8_backends.checkpoints.plain_weights(model):
         model.down.weight += 1e-3
         wanted = model.down.weight.clone()
-    assert isinstance(model.down.weight, ScaledTensor) and torch.equal(model.down.weight.exact(), wanted)
+    assert isinstance(model.down.weight, ScaledTensor) and torch.equal(
+        model.down.weight.exact(), wanted
+    )
 
 
 def test_checkpoint_codes_return_and_keep_changes():
@@ -147,11 +167,15 @@ def test_checkpoint_codes_return_and_keep_changes():
     layer.weight.copy_(torch.randn(128, 128))
     nn.init.constant_(layer.weight_scale_inv, 0.01)
     model = nn.Sequential(layer)
-    fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(scaling="blockwise", fp8_params=True))
+    fp8_backends.prepare(
+        model, None, fp8_backends.NativeRecipeKwargs(scaling="blockwise", fp8_params=True)
+    )
     with fp8_backends.checkpoints.plain_weights(model):
         assert type(layer.weight) is nn.Parameter
     assert type(layer.weight) is BlockCodes
-    with pytest.raises(FP8BackendError, match=r"0.weight: .*cannot hold what was written.*fp8_backends.restore"):
+    with pytest.raises(
+        FP8BackendError, match=r"0.weight: .*cannot hold what was written.*fp8_backends.restore"
+    ):
         with fp8_backends.checkpoints.plain_weights(model):
             layer.weight += 1e-3
             wanted = layer.weight.clone()
@@ -165,10 +189,14 @@ def test_weights_restored_replaced_or_moved_inside_are_accepted():
         model.down.weight = nn.Parameter(torch.ones(32, 64))
         model.to(torch.float64)
     assert isinstance(model.down.weight, ScaledTensor) and (model.down.weight == 1).all()
-    assert model.up.weight.dtype == torch.float64 and torch.equal(model.up.weight, values["up.weight"].double())
+    assert model.up.weight.dtype == torch.float64 and torch.equal(
+        model.up.weight, values["up.weight"].double()
+    )
     with fp8_backends.checkpoints.plain_weights(model):
         fp8_backends.restore(model)
-    assert all(type(p) is nn.Parameter for p in model.parameters()) and type(model.down) is nn.Linear
+    assert (
+        all(type(p) is nn.Parameter for p in model.parameters()) and type(model.down) is nn.Linear
+    )
 
 
 def test_weight_held_by_a_graph_is_named_and_stored_later():
@@ -178,7 +206,9 @@ def test_weight_held_by_a_graph_is_named_and_stored_later():
         with fp8_backends.checkpoints.plain_weights(model):
             raise AssertionError("nothing runs inside")
     loss.backward()
-    with pytest.raises(FP8BackendError, match=r"down.weight: .*it is plain until fp8_backends.prepare"):
+    with pytest.raises(
+        FP8BackendError, match=r"down.weight: .*it is plain until fp8_backends.prepare"
+    ):
         with fp8_backends.checkpoints.plain_weights(model):
             held = model(torch.arange(8))
     assert type(model.down.weight) is nn.Parameter

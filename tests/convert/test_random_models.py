@@ -1,5 +1,5 @@
-"""Prepare, train and save random models, load them into plain PyTorch and restore them: all of it is right, or an error
-of this package has a fix.
+"""Prepare, train and save random models, load them into plain PyTorch and restore them: all of it
+is right, or an error of this package has a fix.
 
 To run more of them, or the seed of a failure::
 
@@ -33,22 +33,26 @@ GROUPS = 6
 
 SPECS = ("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O1", "msamp:O2", "msamp:O3")
 FP8_IN_EVALUATION = ("ao:tensorwise",)
-"""TorchAO's layers ignore evaluation. All others read exact weights there, at O3 the masters' values."""
+"""TorchAO's layers ignore evaluation. All others read exact weights there, at O3 the masters'
+values."""
 FAR = 0.25
-"""An E4M3 operand is off by at most 2**-4 of itself. Over the few layers of these models, with partly cancelling
-errors, outputs are off by up to 0.19 of their norm (measured, 1,000 models)."""
+"""An E4M3 operand is off by at most 2**-4 of itself. Over the few layers of these models, with
+partly cancelling errors, outputs are off by up to 0.19 of their norm (measured, 1,000 models)."""
 OTHER_ORDER = 0.01
-"""A product of a transposed weight sums in another order than with its contiguous copy: an ulp of bf16 or less."""
+"""A product of a transposed weight sums in another order than with its contiguous copy: an ulp of
+bf16 or less."""
 OTHER_UPDATE = 1.0
-"""The update of the whole model against its plain twin's, as the norm of the difference: 0 for the same one, 1 for
-none, 1.4 for another one of the same size. Two steps of FP8 training are off by 0.07, the median of 1,000 models, and
-by up to 0.82 (measured)."""
+"""The update of the whole model against its plain twin's, as the norm of the difference: 0 for the
+same one, 1 for none, 1.4 for another one of the same size. Two steps of FP8 training are off by
+0.07, the median of 1,000 models, and by up to 0.82 (measured)."""
 SMALL = 1e-3
-"""Share of the updates of two steps of 0.02 each: gradients of FP16 that underflow may be zero in one of two models."""
+"""Share of the updates of two steps of 0.02 each: gradients of FP16 that underflow may be zero in
+one of two models."""
 
 
 def refused_by_pytorch(error: Exception) -> bool:
-    """Return True for the error of an expanded weight: PyTorch does not train several elements in one place."""
+    """Return True for the error of an expanded weight: PyTorch does not train several elements in
+    one place."""
     return "more than one element of the written-to tensor" in str(error)
 
 
@@ -65,7 +69,9 @@ class Trained:
         except RuntimeError as error:
             assert refused_by_pytorch(error), self
             self.pytorch_error = error
-        recipe = fp8_backends.FP8RecipeKwargs(backend=self.spec, on_unproven="warn", include=self.include)
+        recipe = fp8_backends.FP8RecipeKwargs(
+            backend=self.spec, on_unproven="warn", include=self.include
+        )
         optimizer = adamw(self.model)
         try:
             fp8_backends.prepare(self.model, optimizer, recipe)
@@ -130,7 +136,11 @@ def faults_of_training(trained: Trained) -> Iterator[str]:
         theirs.append(plain_update.flatten())
     ours, theirs = torch.cat(ours), torch.cat(theirs)
     learns = output(trained.start).square().mean() > SMALL  # else gradients are rounding errors
-    if learns and theirs.square().mean().sqrt() > SMALL and not (far := difference(ours, theirs)) < OTHER_UPDATE:
+    if (
+        learns
+        and theirs.square().mean().sqrt() > SMALL
+        and not (far := difference(ours, theirs)) < OTHER_UPDATE
+    ):
         yield f"the update of the model differs by {far:.2g} of plain PyTorch's"
 
 
@@ -138,7 +148,9 @@ def stored(trained: Trained, parameter: torch.Tensor, values: torch.Tensor) -> t
     """Return values from before training in the stored form of this parameter."""
     if not isinstance(parameter, ScaledTensor):
         return values.detach()
-    return fp8_backends.states.levels.quantize_weight(values, trained.spec.removeprefix("msamp:")).exact()
+    return fp8_backends.states.levels.quantize_weight(
+        values, trained.spec.removeprefix("msamp:")
+    ).exact()
 
 
 def faults_of_the_state_dict(trained: Trained, states: dict[str, torch.Tensor]) -> Iterator[str]:
@@ -167,21 +179,34 @@ def loaded_plainly(trained: Trained, states: dict[str, torch.Tensor]) -> RandomM
     return model
 
 
-def faults_of_loading(trained: Trained, states: dict[str, torch.Tensor], loaded: RandomModel) -> Iterator[str]:
+def faults_of_loading(
+    trained: Trained, states: dict[str, torch.Tensor], loaded: RandomModel
+) -> Iterator[str]:
     for name, value in loaded.state_dict().items():
         if not torch.equal(value, states[name]):
             yield f"{name} has other values in the plain model that loaded it"
-    bound = FAR if trained.spec in FP8_IN_EVALUATION else 0 if lie_alike(trained.model, loaded) else OTHER_ORDER
+    bound = (
+        FAR
+        if trained.spec in FP8_IN_EVALUATION
+        else 0
+        if lie_alike(trained.model, loaded)
+        else OTHER_ORDER
+    )
     if not (far := difference(output(trained.model), output(loaded))) <= bound:
         yield f"the output differs by {far:.2g} from that of the plain model that loaded it"
 
 
 def lie_alike(one: nn.Module, other: nn.Module) -> bool:
-    strides = [[p.stride() for _, p in model.named_parameters(remove_duplicate=False)] for model in (one, other)]
+    strides = [
+        [p.stride() for _, p in model.named_parameters(remove_duplicate=False)]
+        for model in (one, other)
+    ]
     return strides[0] == strides[1]
 
 
-def faults_of_restoring(trained: Trained, states: dict[str, torch.Tensor], loaded: RandomModel) -> Iterator[str]:
+def faults_of_restoring(
+    trained: Trained, states: dict[str, torch.Tensor], loaded: RandomModel
+) -> Iterator[str]:
     """Expect plain classes with the same values and, for equal strides, bit-identical outputs."""
     conversion.restore(trained.model)
     for (name, module), plain in zip(trained.model.named_modules(), loaded.modules(), strict=True):
@@ -212,7 +237,9 @@ def outcome(seed: int) -> tuple[str, list[str]]:
     try:
         trained = Trained(seed)
         if trained.error is not None:
-            return "refused" if trained.pytorch_error is None else "refused by PyTorch", [f"{trained.error}"]
+            return "refused" if trained.pytorch_error is None else "refused by PyTorch", [
+                f"{trained.error}"
+            ]
         found = list(faults(trained))
     except Exception:
         found = [traceback.format_exc()]

@@ -1,4 +1,5 @@
-"""A forward wrapped on the instance by another library: the layer inside runs in FP8, and restores its class."""
+"""A forward wrapped on the instance by another library: the layer inside runs in FP8, and restores
+its class."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ CASES += [(backend, all_at_once) for backend in ("ao:tensorwise", "msamp:O2")]
 
 
 def trained(model, backend, steps=2):
-    model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), backend)
+    model, optimizer = fp8_backends.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), backend
+    )
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
     return model, take_steps(lambda: model(x).square().mean(), optimizer, steps)
 
@@ -130,7 +133,8 @@ def test_layer_with_custom_product_is_named_and_skipped(wrapped):
 
 def test_forward_of_expert_parallelism_is_no_obstacle():
     class Own(EPImplementation):
-        def __init__(self, experts, ep_mesh, tp_mesh):  # without the groups of ranks required by the original
+        # without the groups of ranks required by the original
+        def __init__(self, experts, ep_mesh, tp_mesh):
             self.experts_forward = experts.forward
 
         def __call__(self, *args):
@@ -139,7 +143,9 @@ def test_forward_of_expert_parallelism_is_no_obstacle():
     layer = nn.Linear(4, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EPImplementationInterface()._global_mapping, "own", Own)
-        EpDispatchExpertsParallel().install_forward(layer, None, tp_mesh=None, ep_implementation="own")
+        EpDispatchExpertsParallel().install_forward(
+            layer, None, tp_mesh=None, ep_implementation="own"
+        )
     assert forward_obstacle(layer) is None
 
 
@@ -152,7 +158,9 @@ def offloaded(model, kind, folder):
     if kind == "disk":
         return disk_offload(model, str(folder / "disk"), torch.device("cpu"))
     devices = {"0": "cpu", "1": "cpu", "2": "disk"}
-    return dispatch_model(model, devices, main_device="cpu", offload_dir=str(folder / "part"), force_hooks=True)
+    return dispatch_model(
+        model, devices, main_device="cpu", offload_dir=str(folder / "part"), force_hooks=True
+    )
 
 
 def result_and_gradient(model):
@@ -171,7 +179,10 @@ def test_offloaded_layers_compute_same_products(kind, tmp_path):
             model, _ = fp8_backends.prepare(model, None, backend)
             model = model if offloaded_first else offloaded(model, kind, tmp_path)
             assert model[2].weight.is_meta and not fp8_backends.audit(model).high_precision
-            assert all(map(torch.equal, result_and_gradient(model), expected)), (backend, offloaded_first)
+            assert all(map(torch.equal, result_and_gradient(model), expected)), (
+                backend,
+                offloaded_first,
+            )
 
 
 STORED = {"a level": "msamp:O2", "fp8_params": {"backend": "native:dynamic", "fp8_params": True}}
@@ -182,7 +193,9 @@ def test_offloaded_weights_are_not_stored(stored, tmp_path):
     model = offloaded(net().requires_grad_(False), "dispatch", tmp_path)
     model, _ = fp8_backends.prepare(model, None, STORED[stored])
     refused = fp8_backends.audit(model).high_precision
-    assert list(refused) == ["2"] and refused["2"].startswith("Accelerate's hooks put a plain weight in place")
+    assert list(refused) == ["2"] and refused["2"].startswith(
+        "Accelerate's hooks put a plain weight in place"
+    )
 
 
 def test_offloading_fp8_weights_is_refused():

@@ -1,4 +1,5 @@
-"""Saved activations in FP8: the packed tensors, errors of gradients, and combinations with other features."""
+"""Saved activations in FP8: the packed tensors, errors of gradients, and combinations with other
+features."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from widths import nightly
 
 import fp8_backends
 from fp8_backends.convert import saved_activations
-from fp8_backends.convert.saved_activations import FEWEST, NODES, ValuesFunction, packed, saved_bytes
+from fp8_backends.convert.saved_activations import (
+    FEWEST,
+    NODES,
+    ValuesFunction,
+    packed,
+    saved_bytes,
+)
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.recipes.handlers import resolve
 
@@ -33,7 +40,9 @@ SIZES = {
 IDS = torch.randint(128, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-def prepared(family: str = "llama", value: str = "fp8", backend: str = "native:dynamic", config=(), **fields):
+def prepared(
+    family: str = "llama", value: str = "fp8", backend: str = "native:dynamic", config=(), **fields
+):
     """Return a tiny model in training mode, with activations large enough to pack."""
     model = model_families.build(family, **{**SIZES[family], **dict(config)})
     recipe = fp8_backends.FP8RecipeKwargs(backend=backend, saved_activations=value, **fields)
@@ -48,7 +57,9 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def in_force():
@@ -77,11 +88,15 @@ class Gated(nn.Module):
 def blocks(value: str = "fp8", kind: type[nn.Module] = Gated, **fields) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(kind(), kind())
-    return fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations=value, **fields))[0]
+    return fp8_backends.prepare(
+        model, None, fp8_backends.NativeRecipeKwargs(saved_activations=value, **fields)
+    )[0]
 
 
 def rows(seed: int = 0) -> torch.Tensor:
-    return torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    return torch.randn(
+        128, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True
+    )
 
 
 class Computes(nn.Module):
@@ -134,16 +149,25 @@ def long_llama(value: str, backend: str | None):
     from transformers import LlamaConfig, LlamaModel
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
-    model = LlamaModel(LlamaConfig(vocab_size=64, use_cache=False, max_position_embeddings=512, **sizes))
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
+    model = LlamaModel(
+        LlamaConfig(vocab_size=64, use_cache=False, max_position_embeddings=512, **sizes)
+    )
     if backend is not None:
-        fp8_backends.prepare(model, None, fp8_backends.FP8RecipeKwargs(backend=backend, saved_activations=value))
+        fp8_backends.prepare(
+            model, None, fp8_backends.FP8RecipeKwargs(backend=backend, saved_activations=value)
+        )
     return model, torch.randint(64, (1, 512))
 
 
 def kept_bytes(value: str = "off", backend: str | None = None) -> int:
-    """Return the bytes alive between forward and backward under bf16 autocast, as counted by the allocator, without
-    copies of weights: autocast's in bf16, or their codes."""
+    """Return the bytes alive between forward and backward under bf16 autocast, as counted by the
+    allocator, without copies of weights: autocast's in bf16, or their codes."""
     model, ids = long_llama(value, backend)
     with torch.autocast("cpu", torch.bfloat16):
         model(ids)  # objects loaded by a first forward stay
@@ -193,17 +217,23 @@ def test_activation_result_is_recomputed_from_input_codes(activation):
     model = nn.Sequential(Gates())
     fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations="fp8"))
     y = model(rows())
-    assert saved_bytes(model).tensors == 3 and saved_bytes(model).bytes == 2 * 128 * WIDTH * 33 // 32
+    assert (
+        saved_bytes(model).tensors == 3 and saved_bytes(model).bytes == 2 * 128 * WIDTH * 33 // 32
+    )
     gate, up = model[0].kept
     (came_in,) = torch.autograd.grad(y.sum(), [up], retain_graph=True)
-    incoming = torch.ones(len(y), WIDTH) @ model[0].down.weight.detach()  # but for the casts of the product
+    # but for the casts of the product
+    incoming = torch.ones(len(y), WIDTH) @ model[0].down.weight.detach()
     read = packed(gate.detach()).unpacked(gate.shape)
-    cosine = torch.cosine_similarity(came_in.flatten(), (incoming * activation(read)).flatten(), dim=0)
+    cosine = torch.cosine_similarity(
+        came_in.flatten(), (incoming * activation(read)).flatten(), dim=0
+    )
     assert cosine > 0.999
 
 
 def saved_by_nodes(result: torch.Tensor) -> list[tuple[str, torch.Tensor | saved_activations.Held]]:
-    """Every tensor between forward and backward, or the codes in its place, with the name of its node."""
+    """Every tensor between forward and backward, or the codes in its place, with the name of its
+    node."""
     found, seen, left = [], set(), [result.grad_fn]
     while left:
         node = left.pop()
@@ -212,8 +242,12 @@ def saved_by_nodes(result: torch.Tensor) -> list[tuple[str, torch.Tensor | saved
         seen.add(node)
         left += [each for each, _ in node.next_functions]
         fields = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
-        tensors = [raw for field in fields for raw in (field if isinstance(field, tuple) else (field,))]
-        found += [(node.name(), raw.data) for raw in tensors if getattr(raw, "data", None) is not None]
+        tensors = [
+            raw for field in fields for raw in (field if isinstance(field, tuple) else (field,))
+        ]
+        found += [
+            (node.name(), raw.data) for raw in tensors if getattr(raw, "data", None) is not None
+        ]
     return found
 
 
@@ -227,7 +261,11 @@ def test_statistics_masks_weights_and_expanded_tensors_are_not_packed():
 
         def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
             routed = self.router(x).softmax(-1)
-            x = x * self.table + self.table * self.mask + x * self.table.t().reshape(-1, WIDTH)[:128]
+            x = (
+                x * self.table
+                + self.table * self.mask
+                + x * self.table.t().reshape(-1, WIDTH)[:128]
+            )
             x = x * x.norm(dim=-1, keepdim=True) * given * x[:1].expand(128, -1)
             return x * routed.sum(-1, keepdim=True) + self.linear(x)
 
@@ -236,7 +274,10 @@ def test_statistics_masks_weights_and_expanded_tensors_are_not_packed():
     whole = [data for data in kept if isinstance(data, torch.Tensor)]
     storages = {data.data_ptr() for data in whole}
     assert {each.data_ptr() for each in (model[0].table, model[0].mask, given)} <= storages
-    assert any(0 in data.stride() for data in whole) and {data.shape[-1:] for data in whole} >= {(1,), (WIDTH,)}
+    assert any(0 in data.stride() for data in whole) and {data.shape[-1:] for data in whole} >= {
+        (1,),
+        (WIDTH,),
+    }
     packed = [data for data in kept if not isinstance(data, torch.Tensor)]
     assert len(packed) > 3 and {tuple(data.shape) for data in packed} == {(128, WIDTH)}
 
@@ -246,8 +287,12 @@ def test_statistics_masks_weights_and_expanded_tensors_are_not_packed():
 @pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "mixtral"])
 def test_models_pack_listed_nodes_and_attention_on_request(family, value):
     result = prepared(family, value)(input_ids=IDS, labels=IDS).loss
-    packed = {name for name, data in saved_by_nodes(result) if isinstance(data, saved_activations.Held)}
-    listed = {name for name, kept in NODES.items() if value == "fp8+attention" or not kept.attention}
+    packed = {
+        name for name, data in saved_by_nodes(result) if isinstance(data, saved_activations.Held)
+    }
+    listed = {
+        name for name, kept in NODES.items() if value == "fp8+attention" or not kept.attention
+    }
     norms = "NativeLayerNormBackward0" if family in ("bert", "gpt2") else "PowBackward0"
     assert norms in packed <= listed
     assert any(name.startswith("ScaledDotProduct") for name in packed) == (value == "fp8+attention")
@@ -284,16 +329,20 @@ def test_recomputed_activations_are_not_packed(reentrant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what,backend,tensors", [nightly("model", "eager", 0), ("block", "eager", 0), ("gate", "aot_eager", 2)]
+    "what,backend,tensors",
+    [nightly("model", "eager", 0), ("block", "eager", 0), ("gate", "aot_eager", 2)],
 )
 def test_compiled_code_is_not_packed(what, backend, tensors):
-    """Leave tensors saved by AOTAutograd unchanged, pack eager code around it, and share code among equal blocks."""
+    """Leave tensors saved by AOTAutograd unchanged, pack eager code around it, and share code among
+    equal blocks."""
     found, graphs = {}, {}
     for value in ("off", "fp8"):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model, x = blocks(value, include=["down"]), rows()
-        for part in {"model": [model], "block": model, "gate": [block.product for block in model]}[what]:
+        for part in {"model": [model], "block": model, "gate": [block.product for block in model]}[
+            what
+        ]:
             part.compile(backend=backend)
         model(x * 1).sum().backward()
         found[value] = {name: p.grad for name, p in model.named_parameters()}
@@ -411,7 +460,12 @@ def test_copy_packs_independently_and_restore_removes_hooks():
     assert saved_bytes(twin) == saved_bytes(model) and saved_bytes(twin) is not saved_bytes(model)
     fp8_backends.restore(twin)
     assert saved_bytes(twin) is None
-    tables = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+    tables = (
+        "_forward_pre_hooks",
+        "_forward_hooks",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs",
+    )
     assert not any(getattr(module, table) for module in twin.modules() for table in tables)
     assert saved_bytes(model).tensors > 0
 
@@ -489,10 +543,15 @@ def test_other_values_are_refused_by_name():
 
 def test_audit_reports_saved_bytes():
     model = prepared()
-    assert fp8_backends.audit(model).saved_activations == {"tensors": 0, "bytes": 0, "plain_bytes": 0}
+    assert fp8_backends.audit(model).saved_activations == {
+        "tensors": 0,
+        "bytes": 0,
+        "plain_bytes": 0,
+    }
     gradients(model)
     audit = fp8_backends.audit(model)
-    computed = model.config.num_hidden_layers * IDS.numel() * model.config.intermediate_size * 4  # again, in backward
+    # again, in backward
+    computed = model.config.num_hidden_layers * IDS.numel() * model.config.intermediate_size * 4
     packed_bytes = audit.saved_activations["plain_bytes"] - computed
     assert packed_bytes * 33 == audit.saved_activations["bytes"] * 32 * 4  # all were FP32
     assert "activations kept in FP8: 16 tensors, 152.1 kB in place of 720.9 kB" in str(audit)

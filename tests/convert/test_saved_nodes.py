@@ -1,4 +1,5 @@
-"""Saved activations are packed by a list of autograd nodes: each is within its bound, every other one exact."""
+"""Saved activations are packed by a list of autograd nodes: each is within its bound, every other
+one exact."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Computes(nn.Module):
 
 def prepared(value: str = "fp8") -> nn.Module:
     model = nn.Sequential(Computes())
-    return fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations=value))[0]
+    return fp8_backends.prepare(
+        model, None, fp8_backends.NativeRecipeKwargs(saved_activations=value)
+    )[0]
 
 
 def gradients(module, function, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -47,14 +50,20 @@ def gradients(module, function, *inputs: torch.Tensor) -> list[torch.Tensor]:
     made = [each * 1 for each in leaves]  # the module's inputs are activations
     result = function(*made) if module is None else module(function, *made)
     return list(
-        torch.autograd.grad(result, leaves, normal(9, *result.shape, 1)[..., 0].to(result.dtype), allow_unused=True)
+        torch.autograd.grad(
+            result, leaves, normal(9, *result.shape, 1)[..., 0].to(result.dtype), allow_unused=True
+        )
     )
 
 
 def compared(function, *inputs: torch.Tensor, value: str = "fp8"):
     """Gradients without and with packing, and the number of packed tensors."""
     model = prepared(value)
-    return gradients(None, function, *inputs), gradients(model[0], function, *inputs), saved_bytes(model).tensors
+    return (
+        gradients(None, function, *inputs),
+        gradients(model[0], function, *inputs),
+        saved_bytes(model).tensors,
+    )
 
 
 def assert_exact(function, *inputs: torch.Tensor) -> None:
@@ -74,7 +83,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("activation", [F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh")])
+@pytest.mark.parametrize(
+    "activation", [F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh")]
+)
 def test_activation_changed_in_place_is_not_recomputed(activation, change):
     def ablated(gate, up):
         y = activation(gate)
@@ -110,7 +121,9 @@ def test_forward_hook_ablating_neurons_takes_effect():
     model[0](gate * 1, up * 1).sum().backward()
     assert saved_bytes(model).tensors == 3
     assert up.grad[:, :10].abs().max() == 0
-    assert ((up.grad - F.silu(gate))[:, 10:].abs() <= 2**-4 * F.silu(gate)[:, 10:].abs() + 1e-4).all()
+    assert (
+        (up.grad - F.silu(gate))[:, 10:].abs() <= 2**-4 * F.silu(gate)[:, 10:].abs() + 1e-4
+    ).all()
 
 
 @pytest.mark.parametrize("changes", [0, 1])
@@ -130,14 +143,22 @@ def test_input_changed_in_place_after_use_raises(changes):
 
 
 class MultiQuery(nn.Module):
-    """Attend with one key head; the head size equals another size of the model, and large logits are sensitive."""
+    """Attend with one key head; the head size equals another size of the model, and large logits
+    are sensitive."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.kv, self.out = nn.Linear(WIDTH, 4 * 32), nn.Linear(WIDTH, 32), nn.Linear(4 * 32, WIDTH)
+        self.q, self.kv, self.out = (
+            nn.Linear(WIDTH, 4 * 32),
+            nn.Linear(WIDTH, 32),
+            nn.Linear(4 * 32, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, kv = self.q(x).unflatten(-1, (4, 32)).transpose(1, 2), self.kv(x).unsqueeze(1).expand(-1, 4, -1, -1)
+        q, kv = (
+            self.q(x).unflatten(-1, (4, 32)).transpose(1, 2),
+            self.kv(x).unsqueeze(1).expand(-1, 4, -1, -1),
+        )
         y = F.scaled_dot_product_attention(20 * q, 1 * kv, 1 * kv)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -159,18 +180,26 @@ def test_attention_is_recognised_by_node_not_name(name):
 
 
 SENSITIVE = {
-    "a highway gate with a saturated sigmoid": lambda x, y: torch.sigmoid(12 + x) + torch.tanh(8 + y),
+    "a highway gate with a saturated sigmoid": lambda x, y: (
+        torch.sigmoid(12 + x) + torch.tanh(8 + y)
+    ),
     "amax": lambda x, y: x.amax(-1) + y.amax(-1),
-    "the norm of the largest element": lambda x, y: torch.linalg.vector_norm(x, torch.inf, dim=-1) + y.sum(-1),
+    "the norm of the largest element": lambda x, y: (
+        torch.linalg.vector_norm(x, torch.inf, dim=-1) + y.sum(-1)
+    ),
     "exp(z - logsumexp(z))": lambda x, y: (30 * x - (30 * x).logsumexp(-1, keepdim=True)).exp() + y,
-    "the mean squared error of values near each other": lambda x, y: F.mse_loss(x, (x + 0.01 * y).detach()) + y.sum(),
+    "the mean squared error of values near each other": lambda x, y: (
+        F.mse_loss(x, (x + 0.01 * y).detach()) + y.sum()
+    ),
     "the variance at a large mean": lambda x, y: (x + 20).var(-1) + y.sum(-1),
     "the larger of values near each other": lambda x, y: torch.maximum(x, x + 0.01 * y),
     "clamp": lambda x, y: x.clamp(-1, 1) + y.clamp(-0.5, 0.5),
     "softmax": lambda x, y: (20 * x).softmax(-1) + y.softmax(0),
     "division": lambda x, y: (x / (y.abs() + 0.1)) / (x.square().sum(-1, keepdim=True).detach()),
     "powers other than squares": lambda x, y: x.pow(8) + y.pow(3),
-    "norms over channels": lambda x, y: F.group_norm(x + 50, 4) + F.batch_norm(y + 50, None, None, training=True),
+    "norms over channels": lambda x, y: (
+        F.group_norm(x + 50, 4) + F.batch_norm(y + 50, None, None, training=True)
+    ),
 }
 
 
@@ -185,7 +214,13 @@ def derivatives() -> list[dict]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-CALLS = [lambda x, y: (x,), lambda x, y: (x, y), lambda x, y: (x, -1), lambda x, y: (x, 2.5), lambda x, y: (x, y, 0.5)]
+CALLS = [
+    lambda x, y: (x,),
+    lambda x, y: (x, y),
+    lambda x, y: (x, -1),
+    lambda x, y: (x, 2.5),
+    lambda x, y: (x, y, 0.5),
+]
 CALLS += [lambda x, y: (x, [WIDTH]), lambda x, y: (x, y, x + 1), lambda x, y: (x, 1, y)]
 PLACES = (torch, F, torch.special, torch.linalg, torch._C._nn, torch.Tensor)
 RANDOM = {"_fused_dropout", "native_dropout"}
@@ -207,7 +242,8 @@ def test_unlisted_operations_stay_exact():
     """Call each differentiable operation in several ways. New operations are not packed, either."""
     names = sorted({entry["name"].split("(")[0].split(".")[0] for entry in derivatives()})
     model, found = prepared(), {}
-    positive = [normal(seed).abs() / 8 + 0.05 for seed in range(2)]  # for defined logarithms and inverse sines
+    # for defined logarithms and inverse sines
+    positive = [normal(seed).abs() / 8 + 0.05 for seed in range(2)]
     for name, place in itertools.product(names, PLACES):
         operation = getattr(place, name, None)
         if operation is None or name in RANDOM or name.endswith("_"):
@@ -226,7 +262,9 @@ def test_unlisted_operations_stay_exact():
                     exact = gradients(None, function, *positive)
             except Exception:  # of any kind: other arguments are needed
                 continue
-            nodes = function.nodes - {"MulBackward0", "torch::autograd::AccumulateGrad"} or {"MulBackward0"}
+            nodes = function.nodes - {"MulBackward0", "torch::autograd::AccumulateGrad"} or {
+                "MulBackward0"
+            }
             packed = gradients(model[0], function, *positive)
             if function.nodes.isdisjoint(NODES):
                 torch.testing.assert_close(packed, exact, rtol=0, atol=0, equal_nan=True, msg=name)
@@ -238,7 +276,9 @@ def test_unlisted_operations_stay_exact():
 def test_every_listed_node_exists_with_its_fields():
     for name, kept in NODES.items():
         node = getattr(torch._C._functions, name)
-        assert all(hasattr(node, f"_raw_saved_{field}") for field in kept.fields) and kept.fields, name
+        assert all(hasattr(node, f"_raw_saved_{field}") for field in kept.fields) and kept.fields, (
+            name
+        )
         assert set(kept.factors) <= set(kept.fields) and kept.bound
 
 
@@ -248,7 +288,10 @@ FORMULAS = {
     "silu": ("self", "silu_backward(grad, self)"),
     "gelu": ("self", "gelu_backward(grad, self, approximate)"),
     "relu": ("self", "threshold_backward(grad, result, 0)"),
-    "native_layer_norm": ("input, weight, bias", "input, normalized_shape, result1, result2, weight, bias"),
+    "native_layer_norm": (
+        "input, weight, bias",
+        "input, normalized_shape, result1, result2, weight, bias",
+    ),
     "_fused_rms_norm": ("input, weight", "input, normalized_shape, result1, weight"),
 }
 
@@ -274,12 +317,17 @@ def normed(exact, x, y, incoming):
     rstd = (x.var(-1, keepdim=True, unbiased=False) + 1e-5).rsqrt()
     values, terms = (x - x.mean(-1, keepdim=True)) * rstd, (incoming * y[0]).abs()
     of_x = 2.1 * 2**-4 * rstd * values.abs() * (terms * values.abs()).mean(-1, keepdim=True)
-    return of_x, 2**-4 * torch.zeros(ROWS, WIDTH).index_fill(0, torch.tensor([0]), 1) * (incoming * values).abs().sum(0)
+    return of_x, 2**-4 * torch.zeros(ROWS, WIDTH).index_fill(0, torch.tensor([0]), 1) * (
+        incoming * values
+    ).abs().sum(0)
 
 
 BOUNDS = {
     "MulBackward0": (lambda x, y: x * y, multiplied),
-    "PowBackward0": (lambda x, y: x.pow(2) + y, lambda exact, x, y, g: (2**-4 * exact[0].abs(), 0 * x)),
+    "PowBackward0": (
+        lambda x, y: x.pow(2) + y,
+        lambda exact, x, y, g: (2**-4 * exact[0].abs(), 0 * x),
+    ),
     "SiluBackward0": (lambda x, y: F.silu(x) + y, lambda exact, x, y, g: (0.02 * g.abs(), 0 * x)),
     "GeluBackward0": (lambda x, y: F.gelu(x) + y, lambda exact, x, y, g: (0.022 * g.abs(), 0 * x)),
     "ReluBackward0": (lambda x, y: F.relu(x) * 2 + y, lambda exact, x, y, g: (0 * x, 0 * x)),
@@ -302,7 +350,11 @@ def test_a_listed_node_is_within_its_bound(name, scale):
     x, y = scale * normal(0) + (100 * scale if name == "NativeLayerNormBackward0" else 0), normal(1)
     exact, found, tensors = compared(function, x, y)
     assert tensors >= 1
-    assert name == "ReluBackward0" or not torch.equal(exact[0], found[0]) or not torch.equal(exact[1], found[1])
+    assert (
+        name == "ReluBackward0"
+        or not torch.equal(exact[0], found[0])
+        or not torch.equal(exact[1], found[1])
+    )
     for one, other, most in zip(exact, found, bound(exact, x, y, normal(9)), strict=True):
         # the smallest values of a block are off by 2**-16 of its largest
         small = 0 if name == "ReluBackward0" else 2e-4 * max(scale, 1)
@@ -314,8 +366,11 @@ def test_rms_norms_written_in_python_keep_statistics_whole():
         normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
         return weight[0] * normed
 
-    exact, found, tensors = compared(function, normal(0, 4096 * 2, WIDTH), normal(1, 4096 * 2, WIDTH))
-    assert tensors == 2  # the input and the normed values; 8,192 statistics are columns of one element
+    exact, found, tensors = compared(
+        function, normal(0, 4096 * 2, WIDTH), normal(1, 4096 * 2, WIDTH)
+    )
+    # the input and the normed values; 8,192 statistics are columns of one element
+    assert tensors == 2
     assert all((b - a).norm() <= 2**-4 * a.norm() for a, b in zip(exact, found, strict=True))
 
 
@@ -329,7 +384,8 @@ class Cell(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """Apply one gate per token, in the module's own operations or by a module reading its own result."""
+    """Apply one gate per token, in the module's own operations or by a module reading its own
+    result."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -345,10 +401,14 @@ class Recurrence(nn.Module):
 
 @pytest.mark.parametrize("kind", ["operations", "module"])
 def test_recurrence_bounds_number_of_packed_factors(kind):
-    """Errors of one gate for each of 128 tokens would add up to 2.7 % times the root of 128, 31 %."""
+    """Errors of one gate for each of 128 tokens would add up to 2.7 % times the root of 128, 31
+    %."""
     model = nn.Sequential(Recurrence(kind))
     fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations="fp8"))
-    gates, x = (each.requires_grad_() for each in (1 - 0.01 * normal(0, 128, 64, 64).abs(), normal(1, 128, 64, 64)))
+    gates, x = (
+        each.requires_grad_()
+        for each in (1 - 0.01 * normal(0, 128, 64, 64).abs(), normal(1, 128, 64, 64))
+    )
     found = []
     for training in (True, False):
         model.train(training)
@@ -361,7 +421,9 @@ def test_recurrence_bounds_number_of_packed_factors(kind):
 
 def test_pytorch_without_hook_introspection_is_refused(monkeypatch):
     monkeypatch.setattr(torch._C._autograd, "SavedTensor", object)  # stands for an older one
-    with pytest.raises(fp8_backends.FP8BackendError, match="unpack_hook.*leave saved_activations out"):
+    with pytest.raises(
+        fp8_backends.FP8BackendError, match="unpack_hook.*leave saved_activations out"
+    ):
         prepared()
 
 
@@ -370,7 +432,10 @@ def test_packing_pushes_no_hooks_during_forward():
     model = prepared()
     gradients(
         model[0],
-        lambda x, y: (seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True)), x * y)[1],
+        lambda x, y: (
+            seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True)),
+            x * y,
+        )[1],
         normal(0),
         normal(1),
     )

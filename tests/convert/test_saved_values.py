@@ -20,7 +20,8 @@ def off_by(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(3, 5, 64), (2, 50), (128, 96)], ids=str)  # the last: a CPU's own casts
+# the last: a CPU's own casts
+@pytest.mark.parametrize("shape", [(3, 5, 64), (2, 50), (128, 96)], ids=str)
 def test_relative_error_is_at_most_a_sixteenth(dtype, shape):
     torch.manual_seed(0)
     magnitudes = torch.exp2(torch.randint(-12, 5, shape))  # far apart inside one block
@@ -45,7 +46,15 @@ def test_parts_unpack_like_the_whole(dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_zeros_signs_nan_and_inf_are_preserved(dtype):
-    ends = [0.0, -0.0, torch.nan, torch.inf, -torch.inf, torch.finfo(dtype).max, torch.finfo(dtype).min]
+    ends = [
+        0.0,
+        -0.0,
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        torch.finfo(dtype).max,
+        torch.finfo(dtype).min,
+    ]
     values = torch.zeros(len(ends), 32).to(dtype)
     values[:, 0] = torch.tensor(ends).to(dtype)
     read = packed(values).unpacked(values.shape)[:, 0]

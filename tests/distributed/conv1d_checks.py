@@ -26,7 +26,10 @@ LARGEST_GAP = 0.01
 
 def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     """Train on this rank's half of a batch, and return the mean losses over the ranks."""
-    data = {name: rows[dist.get_rank() :: dist.get_world_size()] for name, rows in model_families.batch("gpt2").items()}
+    data = {
+        name: rows[dist.get_rank() :: dist.get_world_size()]
+        for name, rows in model_families.batch("gpt2").items()
+    }
     losses = []
     for _ in range(STEPS):
         loss = model_families.loss_of(model, data)
@@ -49,13 +52,18 @@ def _prepared(spec, wrap):
 def _alone() -> list[float]:
     """Return the losses of one rank with the whole batch."""
     model = model_families.build("gpt2")
-    _, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "native:dynamic")
+    _, optimizer = fp8_backends.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=3e-3), "native:dynamic"
+    )
     return model_families.train(model, optimizer, "gpt2", STEPS)
 
 
 def _assert_trains(model: nn.Module, losses: list[float], name: str) -> None:
     assert losses[-1] < losses[0] - 0.2, (name, losses)
-    assert max(abs(a - b) for a, b in zip(losses, _alone(), strict=True)) < LARGEST_GAP, (name, losses)
+    assert max(abs(a - b) for a, b in zip(losses, _alone(), strict=True)) < LARGEST_GAP, (
+        name,
+        losses,
+    )
     for parameter_name, value in model.state_dict().items():
         assert same_on_all_ranks(whole(value)), (name, parameter_name)
 

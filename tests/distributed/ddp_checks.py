@@ -41,12 +41,15 @@ BACKENDS = {
     "delayed": {"backend": "native:delayed", "amax_history_len": 16},
     "dynamic fp8": {"backend": "native:dynamic", "gradient_comm": "fp8"},
 }
-"""Each way of reducing gradients: O2 is like O3, and TorchAO like `dynamic`; `matrix.py` trains both."""
+"""Each way of reducing gradients: O2 is like O3, and TorchAO like `dynamic`; `matrix.py` trains
+both."""
 
 
-def scenario(passes, model=None, spec="msamp:O2", steps: int = 2, set_to_none: bool = True, **options):
-    """Run `passes(model, step)` under DDP and on a twin of each rank: gradients are the twins' mean, and after the
-    optimizer's step all ranks are equal. Return (ddp, optimizer)."""
+def scenario(
+    passes, model=None, spec="msamp:O2", steps: int = 2, set_to_none: bool = True, **options
+):
+    """Run `passes(model, step)` under DDP and on a twin of each rank: gradients are the twins'
+    mean, and after the optimizer's step all ranks are equal. Return (ddp, optimizer)."""
     ddp, optimizer = wrapped(spec, mlp() if model is None else model, **options)
     for index in range(steps):
         twin = twin_of(ddp)
@@ -65,10 +68,11 @@ def no_sync(model):
 
 
 def check_ranks_stay_equal_and_match_one_rank():
-    """30 steps with the same data on one rank and on all, dropped in loss by half. Losses differ by how FP8 rounds:
-    scales follow from the rows that a rank has, which is all that `dynamic` with its FP32 gradients shows, and a
-    gradient that travels is rounded twice (0.037) in place of once (0.026). So no backend may show more than twice
-    what `dynamic` does, and none a gap that does not average out."""
+    """30 steps with the same data on one rank and on all, dropped in loss by half. Losses differ by
+    how FP8 rounds: scales follow from the rows that a rank has, which is all that `dynamic` with
+    its FP32 gradients shows, and a gradient that travels is rounded twice (0.037) in place of once
+    (0.026). So no backend may show more than twice what `dynamic` does, and none a gap that does
+    not average out."""
     figures = {}
     for name, spec in BACKENDS.items():
         ddp, optimizer = wrapped(spec, mlp(), lr=1e-2)
@@ -93,7 +97,10 @@ def check_ranks_stay_equal_and_match_one_rank():
     floor = figures["dynamic"]["largest gap"]
     assert floor < 0.02, figures
     for name, figure in figures.items():
-        assert figure["largest gap"] <= 2 * floor and abs(figure["mean gap"]) <= 0.2 * floor, (name, figures)
+        assert figure["largest gap"] <= 2 * floor and abs(figure["mean gap"]) <= 0.2 * floor, (
+            name,
+            figures,
+        )
     return figures
 
 
@@ -107,7 +114,9 @@ def microbatches(model, index, count: int = 4) -> None:
 def check_microbatches_are_summed_in_fp32_and_reduced_once():
     for spec in ("msamp:O2", "msamp:O3", {"backend": "native", "gradient_comm": "fp8"}):
         with Traffic() as traffic:
-            ddp, _ = scenario(microbatches, spec=spec, steps=1, bucket_mb=25 if spec == "msamp:O3" else 0.01)
+            ddp, _ = scenario(
+                microbatches, spec=spec, steps=1, bucket_mb=25 if spec == "msamp:O3" else 0.01
+            )
         reducer = Connection.find(ddp).reducer
         buckets = len(reducer.buckets) if reducer else traffic.count("all_to_all_single")
         assert traffic.count("all_to_all_single") == buckets <= 4, traffic.calls
@@ -131,7 +140,8 @@ def check_reduction_per_microbatch_gives_same_mean():
 
 
 class Branches(nn.Module):
-    """Use `everywhere` and `once` on all ranks, `somewhere` on rank 0, `nowhere` on none; `frozen` does not train."""
+    """Use `everywhere` and `once` on all ranks, `somewhere` on rank 0, `nowhere` on none; `frozen`
+    does not train."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +177,12 @@ def check_rank_without_scaled_weights_participates():
             return (self.net(x) if dist.get_rank() else x) + self.bias
 
     spec = {"backend": "msamp:O2", "on_unproven": "warn"}  # rank 0 has no FP8 product
-    scenario(lambda model, index: mse(model, mine(index)).backward(), Chooses(), spec, find_unused_parameters=True)
+    scenario(
+        lambda model, index: mse(model, mine(index)).backward(),
+        Chooses(),
+        spec,
+        find_unused_parameters=True,
+    )
 
 
 def check_a_weight_used_in_an_earlier_microbatch_only():
@@ -263,7 +278,9 @@ def check_loss_outside_forward_outputs():
 
 
 def check_gradients_zeroed_in_place():
-    ddp, _ = scenario(lambda model, index: mse(model, mine(index)).backward(), steps=3, set_to_none=False)
+    ddp, _ = scenario(
+        lambda model, index: mse(model, mine(index)).backward(), steps=3, set_to_none=False
+    )
     assert all(isinstance(p.grad, ScaledTensor) for p in scaled(ddp.module).values())
 
 
@@ -278,7 +295,9 @@ class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool, shared: bool = False):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
+        )
         if shared:
             self.blocks[3][0].weight = self.blocks[0][0].weight
         self.reentrant = reentrant
@@ -305,25 +324,33 @@ def check_second_gradient_after_reduction_is_named():
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
-            self.shared, self.alpha = nn.Linear(WIDTH, WIDTH, bias=False), nn.Parameter(torch.ones(()))
+            self.shared, self.alpha = (
+                nn.Linear(WIDTH, WIDTH, bias=False),
+                nn.Parameter(torch.ones(())),
+            )
 
         def forward(self, x):
             x = checkpoint(self.shared, x, use_reentrant=True)
             return checkpoint(self.shared, x, use_reentrant=True) * self.alpha
 
     ddp, _ = wrapped("msamp:O2", Twice())
-    ddp_connecting.refused(lambda: with_inputs_that_need_gradients(ddp, 0), "shared.weight", "use_reentrant=False")
+    ddp_connecting.refused(
+        lambda: with_inputs_that_need_gradients(ddp, 0), "shared.weight", "use_reentrant=False"
+    )
 
 
 def check_failed_backward_leaves_no_trace():
-    """Fail before the first gradient, so stock DDP continues, too; after a later failure it accepts no forward."""
+    """Fail before the first gradient, so stock DDP continues, too; after a later failure it accepts
+    no forward."""
     ddp, optimizer = wrapped("msamp:O2", mlp())
     other, its_optimizer = wrapped("msamp:O2", mlp())
 
     def fail(gradient):
         raise RuntimeError("planted")
 
-    handle = ddp.module[4].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+    handle = ddp.module[4].register_forward_hook(
+        lambda module, args, out: out.register_hook(fail) and None
+    )
     loss = mse(ddp.eval(), mine(1))
     try:
         loss.backward()
@@ -339,8 +366,11 @@ def check_failed_backward_leaves_no_trace():
 
 
 def check_forwards_without_step_keep_gradients():
-    """Profile the proof of `ao` inside DDP's own range: consecutive profilers there would overwrite activations."""
-    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(128, 352), nn.GELU(), nn.Linear(352, 128))))
+    """Profile the proof of `ao` inside DDP's own range: consecutive profilers there would overwrite
+    activations."""
+    model = nn.Sequential(
+        *(m for _ in range(6) for m in (nn.Linear(128, 352), nn.GELU(), nn.Linear(352, 128)))
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     fp8_backends.prepare(model, optimizer, "ao:tensorwise")
     ddp, x = DistributedDataParallel(model), torch.randn(512, 128)
@@ -385,8 +415,16 @@ def check_non_finite_gradient_on_one_rank_reaches_every_scaler():
             optimizer.zero_grad()
             changed = everything(ddp.module, optimizer) != before
             assert changed == (index != 1) or index == 1, index
-            weights = {name: digest for name, digest in everything(ddp.module).items() if "state" not in name}
-            stayed = all(before[name] == digest for name, digest in weights.items() if not name.endswith(" grad"))
+            weights = {
+                name: digest
+                for name, digest in everything(ddp.module).items()
+                if "state" not in name
+            }
+            stayed = all(
+                before[name] == digest
+                for name, digest in weights.items()
+                if not name.endswith(" grad")
+            )
             assert stayed == (index == 1), index
             assert_equal_on_all_ranks(ddp, optimizer)
         assert scaler.get_scale() == 128.0
@@ -407,8 +445,8 @@ def check_a_clip_finds_the_same_norm_on_every_rank():
 
 
 def check_uneven_inputs():
-    """Rank r has 2 + 2r batches. An exhausted rank contributes zeros and ends with the last rank's weights, states and
-    scales, so an epoch with even inputs can follow."""
+    """Rank r has 2 + 2r batches. An exhausted rank contributes zeros and ends with the last rank's
+    weights, states and scales, so an epoch with even inputs can follow."""
     stock_optimizer = {"backend": "native:delayed", "amax_history_len": 4, "gradient_comm": "fp8"}
     for spec in ("msamp:O2", "msamp:O3", "msamp:O4", stock_optimizer):
         ddp, optimizer = wrapped(spec, mlp())
@@ -443,7 +481,9 @@ def check_a_joined_rank_contributes_zeros():
 
 def check_division_by_remaining_ranks_is_refused():
     ddp, _ = wrapped("msamp:O2", mlp())
-    ddp_connecting.refused(lambda: Join([ddp], divide_by_initial_world_size=False), "divide_by_initial_world_size")
+    ddp_connecting.refused(
+        lambda: Join([ddp], divide_by_initial_world_size=False), "divide_by_initial_world_size"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Check the connection of a model under DDP, agreed scaling states, and traffic; run by `ddp_checks.py`."""
+"""Check the connection of a model under DDP, agreed scaling states, and traffic; run by
+`ddp_checks.py`."""
 
 from __future__ import annotations
 
@@ -36,21 +37,32 @@ from fp8_backends.formats.scaling import HISTORY, ROLLS, SCALE, new_delayed_stat
 def check_connecting_makes_all_ranks_equal_to_rank_0():
     for spec in ("msamp:O2", {"backend": "msamp:O3", "shard_states": False}):
         torch.manual_seed(dist.get_rank())
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 32).requires_grad_(False))
+        model = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 32).requires_grad_(False)
+        )
         before = model[0].weight.detach().clone()
         ddp, optimizer = wrapped(spec, model)
         assert_equal_on_all_ranks(ddp)
-        assert dist.get_rank() or torch.allclose(model[0].weight.exact(), before, rtol=1e-3, atol=1e-6)
+        assert dist.get_rank() or torch.allclose(
+            model[0].weight.exact(), before, rtol=1e-3, atol=1e-6
+        )
 
 
 def check_subgroup_ddp_uses_its_group_and_timeout():
     rank, half = dist.get_rank(), dist.get_world_size() // 2
-    groups = [dist.new_group(members, ranks.TIMEOUT) for members in (range(half), range(half, 2 * half))]
+    groups = [
+        dist.new_group(members, ranks.TIMEOUT) for members in (range(half), range(half, 2 * half))
+    ]
     mine_is = groups[rank >= half]
     torch.manual_seed(rank)
-    ddp, optimizer = wrapped("msamp:O2", nn.Sequential(nn.Linear(WIDTH, WIDTH)), process_group=mine_is)
+    ddp, optimizer = wrapped(
+        "msamp:O2", nn.Sequential(nn.Linear(WIDTH, WIDTH)), process_group=mine_is
+    )
     group = Connection.find(ddp).group
-    assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(mine_is) and group != mine_is
+    assert (
+        dist.get_process_group_ranks(group) == dist.get_process_group_ranks(mine_is)
+        and group != mine_is
+    )
     assert group._get_backend(torch.device("cpu")).options._timeout == ranks.TIMEOUT
     for index in range(2):
         x, y = batch(index + 10 * rank)
@@ -59,7 +71,10 @@ def check_subgroup_ddp_uses_its_group_and_timeout():
         optimizer.zero_grad()
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, everything(ddp.module, optimizer))
-    assert all((other == every[rank]) == ((index >= half) == (rank >= half)) for index, other in enumerate(every))
+    assert all(
+        (other == every[rank]) == ((index >= half) == (rank >= half))
+        for index, other in enumerate(every)
+    )
 
 
 def check_connecting_again_changes_nothing():
@@ -69,7 +84,9 @@ def check_connecting_again_changes_nothing():
     parts = list(connection.collectives)
     with Traffic() as traffic:
         fp8_backends.prepare(ddp, optimizer, "msamp:O2")
-    assert Connection.find(ddp) is connection and connection.collectives == parts and not traffic.calls
+    assert (
+        Connection.find(ddp) is connection and connection.collectives == parts and not traffic.calls
+    )
     assert all(len(p._post_accumulate_grad_hooks) == 1 for p in scaled(ddp.module).values())
     step(ddp, optimizer, 1)
     assert_equal_on_all_ranks(ddp, optimizer)
@@ -116,7 +133,11 @@ def check_a_forgotten_connection_is_refused_at_the_step():
 
 def check_unconnectable_models_are_refused_with_fix():
     ddp = DistributedDataParallel(mlp())
-    refused(lambda: fp8_backends.prepare(ddp, None, "msamp:O2"), "first", "DistributedDataParallel(model)")
+    refused(
+        lambda: fp8_backends.prepare(ddp, None, "msamp:O2"),
+        "first",
+        "DistributedDataParallel(model)",
+    )
     assert not scaled(ddp.module)
     model = mlp()
     fp8_backends.prepare(model, None, "msamp:O2")
@@ -154,7 +175,10 @@ def check_single_layer_and_compiled_module_inside_ddp():
 
 
 def check_copies_and_files_of_the_model():
-    for spec in ("msamp:O2", {"backend": "native:delayed", "amax_history_len": 4, "gradient_comm": "fp8"}):
+    for spec in (
+        "msamp:O2",
+        {"backend": "native:delayed", "amax_history_len": 4, "gradient_comm": "fp8"},
+    ):
         ddp, optimizer = wrapped(spec, mlp())
         step(ddp, optimizer, 0)
         file = io.BytesIO()
@@ -219,7 +243,8 @@ def check_product_counters_are_local():
 
 
 def check_bytes_sent_by_a_rank():
-    """All bytes count: scales, the map of used weights and scaling states too. DDP's own reduction is a ring."""
+    """All bytes count: scales, the map of used weights and scaling states too. DDP's own reduction
+    is a ring."""
     figures = {}
     size = dist.get_world_size()
     for spec in ("msamp:O2", {"backend": "native:dynamic", "gradient_comm": "fp8"}):
@@ -235,7 +260,10 @@ def check_bytes_sent_by_a_rank():
             mse(ddp, tuple(map(share, batch(1, width=256)))).backward()
         ring = 2 * (size - 1) / size * elements
         name = spec if isinstance(spec, str) else "native:dynamic fp8"
-        figures[name] = {"of FP32": traffic.sent() / (4 * ring), "of bf16": traffic.sent() / (2 * ring)}
+        figures[name] = {
+            "of FP32": traffic.sent() / (4 * ring),
+            "of bf16": traffic.sent() / (2 * ring),
+        }
         assert traffic.sent() <= 0.26 * 4 * ring and traffic.sent() <= 0.51 * 2 * ring, figures
     return figures
 
@@ -243,7 +271,10 @@ def check_bytes_sent_by_a_rank():
 def check_buckets_leave_while_backward_runs():
     """All but the last have left when backward reaches the first layer's output."""
     figures = {}
-    for name, spec in (("reducer", "msamp:O2"), ("hook", {"backend": "native:dynamic", "gradient_comm": "fp8"})):
+    for name, spec in (
+        ("reducer", "msamp:O2"),
+        ("hook", {"backend": "native:dynamic", "gradient_comm": "fp8"}),
+    ):
         ddp, optimizer = wrapped(spec, mlp(bias=name == "reducer"))
         for index in range(2):  # DDP rebuilds its buckets after the first pass
             departed = []
@@ -266,13 +297,17 @@ def check_buckets_leave_while_backward_runs():
 
 
 def check_mean_is_independent_of_buckets():
-    """DDP rebuilds its buckets after its first backward, also in a resumed run: one bucket for all gradients, then for
-    few each."""
+    """DDP rebuilds its buckets after its first backward, also in a resumed run: one bucket for all
+    gradients, then for few each."""
     gradients = []
     for bucket_mb in (25, 0.01):
-        ddp, _ = wrapped({"backend": "native:dynamic", "gradient_comm": "fp8"}, mlp(), bucket_mb=bucket_mb)
+        ddp, _ = wrapped(
+            {"backend": "native:dynamic", "gradient_comm": "fp8"}, mlp(), bucket_mb=bucket_mb
+        )
         for _ in range(2):
             ddp.zero_grad()
             mse(ddp, mine(0)).backward()
-            gradients.append({name: digest for name, digest in everything(ddp.module).items() if "grad" in name})
+            gradients.append(
+                {name: digest for name, digest in everything(ddp.module).items() if "grad" in name}
+            )
     assert all(each == gradients[0] for each in gradients[1:]) and len(gradients[0]) == 6

@@ -93,32 +93,44 @@ def scaled(model: nn.Module) -> dict[str, ScaledTensor]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    parts = [tensor.codes, tensor.scale_inv] if isinstance(tensor, ScaledTensor) else [tensor.detach()]
+    parts = (
+        [tensor.codes, tensor.scale_inv] if isinstance(tensor, ScaledTensor) else [tensor.detach()]
+    )
     as_bytes = [part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts]
     return hashlib.sha256(b"|".join(as_bytes)).hexdigest()
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, str]:
-    """Return digests of all parameters, gradients, masters, residuals, states and scales of this rank."""
+    """Return digests of all parameters, gradients, masters, residuals, states and scales of this
+    rank."""
     found = {}
     for name, p in model.named_parameters():
         states = optimizer.state.get(p, {}) if optimizer is not None else {}
         values = {"": p, "grad": p.grad, "rest": getattr(p, "rest", None), **states}
-        found |= {f"{name} {key}": digest(value) for key, value in values.items() if value is not None}
+        found |= {
+            f"{name} {key}": digest(value) for key, value in values.items() if value is not None
+        }
     for _, root, prepared in prepared_roots(model):
         for index, state in enumerate(prepared.compute.scaling_buffers(root)):
             found[f"scaling state {index}"] = digest(state)
     return found
 
 
-def assert_equal_on_all_ranks(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def assert_equal_on_all_ranks(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
     """Compare every byte, except optimizer states and rests sharded by O3 and O4."""
     held = everything(model, None if getattr(optimizer, "fp8_owners", None) else optimizer)
     if getattr(optimizer, "fp8_owners", None):
         held = {name: value for name, value in held.items() if not name.endswith(" rest")}
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, held)
-    differing = {name for each in every for name in {*each, *every[0]} if each.get(name) != every[0].get(name)}
+    differing = {
+        name
+        for each in every
+        for name in {*each, *every[0]}
+        if each.get(name) != every[0].get(name)
+    }
     assert not differing, sorted(differing)
 
 
@@ -126,14 +138,15 @@ def assert_equal_on_all_ranks(model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def twin_of(ddp: nn.Module) -> nn.Module:
-    """Copy the model without DDP: gradients stay on this rank and in FP32, since copies have no gradient hooks."""
+    """Copy the model without DDP: gradients stay on this rank and in FP32, since copies have no
+    gradient hooks."""
     model = ddp.module if isinstance(ddp, DistributedDataParallel) else ddp
     return copy.deepcopy(model)
 
 
 def assert_mean_gradients(ddp: nn.Module, twin: nn.Module, bound: float = LARGEST_ERROR) -> float:
-    """Compare each gradient of a converted layer with the mean of the twins' gradients. Return the largest relative
-    error."""
+    """Compare each gradient of a converted layer with the mean of the twins' gradients. Return the
+    largest relative error."""
     worst = 0.0
     for (name, p), other in zip(ddp.module.named_parameters(), twin.parameters(), strict=True):
         given = torch.tensor([float(other.grad is not None)])
@@ -141,7 +154,11 @@ def assert_mean_gradients(ddp: nn.Module, twin: nn.Module, bound: float = LARGES
         if not given or p.dim() < 2:
             assert p.grad is None or p.dim() < 2, f"{name} was used on no rank and has a gradient"
             continue
-        exact = other.grad.double() if other.grad is not None else torch.zeros(p.shape, dtype=torch.float64)
+        exact = (
+            other.grad.double()
+            if other.grad is not None
+            else torch.zeros(p.shape, dtype=torch.float64)
+        )
         dist.all_reduce(exact)
         exact /= dist.get_world_size()
         values = p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad
@@ -155,7 +172,8 @@ def assert_mean_gradients(ddp: nn.Module, twin: nn.Module, bound: float = LARGES
 
 
 class Traffic:
-    """Count calls of the Python collectives of `torch.distributed`, and their bytes, in a context."""
+    """Count calls of the Python collectives of `torch.distributed`, and their bytes, in a
+    context."""
 
     NAMES = (
         *("all_to_all_single", "all_gather_single", "all_gather_into_tensor", "all_reduce"),
@@ -177,7 +195,9 @@ class Traffic:
         place = 0 if name == "all_reduce" else 1
 
         def call(*args, **kwargs):
-            named = next((kwargs[key] for key in ("tensor", "input", "input_tensor") if key in kwargs), None)
+            named = next(
+                (kwargs[key] for key in ("tensor", "input", "input_tensor") if key in kwargs), None
+            )
             given = args[place] if len(args) > place else named
             self.calls.append((name, given.numel() * given.element_size()))
             return original(*args, **kwargs)

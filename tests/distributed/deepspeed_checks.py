@@ -1,4 +1,5 @@
-"""Train under DeepSpeed ZeRO-1, 2 and 3 through a stock Accelerator, and refuse unsupported settings."""
+"""Train under DeepSpeed ZeRO-1, 2 and 3 through a stock Accelerator, and refuse unsupported
+settings."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ from fp8_backends.errors import RecipeError
 
 
 def check_fp32_engine_matches_one_rank():
-    """Both ranks see the same batches, so the mean gradient equals each rank's, and every number repeats."""
+    """Both ranks see the same batches, so the mean gradient equals each rank's, and every number
+    repeats."""
     data, worst = batches(4), 0.0
     for backend in COMPUTES:
         expected = train_alone(backend, data)
@@ -60,9 +62,9 @@ def check_fp32_engine_matches_one_rank():
 
 
 def check_bf16_engine_is_as_close_as_fp8_to_bf16():
-    """Each rank has half of every batch, so scales follow from halves, and the engine keeps bf16 weights where autocast
-    keeps FP32. Bound: the engine's effect on a bf16 run plus twice FP8's effect on the one-rank run, since FP8 may move
-    the engine's run as far in another direction."""
+    """Each rank has half of every batch, so scales follow from halves, and the engine keeps bf16
+    weights where autocast keeps FP32. Bound: the engine's effect on a bf16 run plus twice FP8's
+    effect on the one-rank run, since FP8 may move the engine's run as far in another direction."""
     data, figures = batches(12, 32), {}
     bf16 = train_alone(None, data, bf16=True)
     engines_own = _gap(_trained(None, 3, data, bf16=True), bf16)
@@ -94,7 +96,11 @@ def _gap(losses: list[float], others: list[float]) -> float:
 
 def check_saved_run_resumes_bitwise():
     data, folder = shares(batches(6)), ranks.shared_folder()
-    for backend, stage in (*_every_stage("native:delayed"), ("native:window", 3), ("ao:tensorwise", 2)):
+    for backend, stage in (
+        *_every_stage("native:delayed"),
+        ("native:window", 3),
+        ("ao:tensorwise", 2),
+    ):
         with accelerator(stage, backend, bf16=True) as acc:
             model = Blocks()
             engine, optimizer = acc.prepare(model, adamw(model))
@@ -132,7 +138,11 @@ def check_engine_checkpoints_hold_scaling_state():
 
 def check_microbatches_accumulate_and_window_rolls_once_per_step():
     data = batches(6)
-    for backend, stage in (*_every_stage("native:window"), ("native:delayed", 2), ("ao:rowwise", 3)):
+    for backend, stage in (
+        *_every_stage("native:window"),
+        ("native:delayed", 2),
+        ("ao:rowwise", 3),
+    ):
         expected = train_alone(backend, data, accumulate=2)
         with accelerator(stage, backend, gradient_accumulation_steps=2) as acc:
             model = Blocks()
@@ -176,7 +186,9 @@ def check_activation_checkpointing_changes_no_bit():
 def check_zero_3_frees_every_gathered_weight_between_forward_and_backward():
     backends = ("native:dynamic", "native:rowwise", "ao:tensorwise", "ao:rowwise", "high")
     of_conv1d = ("native:rowwise", "ao:tensorwise", "high")
-    for backend, make in [(each, Blocks) for each in backends] + [(each, blocks_of_conv1d) for each in of_conv1d]:
+    for backend, make in [(each, Blocks) for each in backends] + [
+        (each, blocks_of_conv1d) for each in of_conv1d
+    ]:
         name = "native:dynamic" if backend == "high" else backend
         fields = {"override_linear_precision": (False, True, False)} if backend == "high" else {}
         with accelerator(3, name, bf16=True, fields=fields) as acc:
@@ -189,7 +201,9 @@ def check_zero_3_frees_every_gathered_weight_between_forward_and_backward():
             loss = engine(x.bfloat16(), y)
             assert gathered.sizes == [HIDDEN * HIDDEN] * LAYERS + [HIDDEN * 16]
             assert all(p.numel() == 0 for p in model.parameters())
-            alive = [number for number, storage in enumerate(gathered.storages) if not storage.expired()]
+            alive = [
+                number for number, storage in enumerate(gathered.storages) if not storage.expired()
+            ]
             assert not alive, (backend, make.__name__, alive)
             acc.backward(loss)
             if backend != "high":
@@ -226,46 +240,65 @@ class GatheredWeights:
 
 
 def check_weights_partitioned_at_birth_are_converted():
-    """Under `deepspeed.zero.Init` a Parameter is empty when it is prepared; its sizes are in `ds_shape`."""
+    """Under `deepspeed.zero.Init` a Parameter is empty when it is prepared; its sizes are in
+    `ds_shape`."""
     data = batches(3)
     for backend in ("native:delayed", "ao:tensorwise"):
         expected = train_alone(backend, data)
         with accelerator(3, backend) as acc:
             with deepspeed.zero.Init(
-                config_dict_or_path=ds_config(3) | {"gradient_accumulation_steps": 1, "train_batch_size": 32}
+                config_dict_or_path=ds_config(3)
+                | {"gradient_accumulation_steps": 1, "train_batch_size": 32}
             ):
                 model = Blocks()
             assert all(p.numel() == 0 for p in model.parameters())
             engine, optimizer = acc.prepare(model, adamw(model))
             assert train(acc, engine, optimizer, data) == expected
             products = fp8_backends.convert.conversion.weight_products(model)
-            assert {(p.in_features, p.out_features, p.state) for p in products} == {(64, 64, "fp8"), (64, 16, "fp8")}
+            assert {(p.in_features, p.out_features, p.state) for p in products} == {
+                (64, 64, "fp8"),
+                (64, 16, "fp8"),
+            }
             assert_products(model)
 
 
 def check_a_compiled_engine_trains_and_proves_it():
-    """Of one layer beside the last: Dynamo traces the same code for each. The nightly matrix has other backends."""
+    """Of one layer beside the last: Dynamo traces the same code for each. The nightly matrix has
+    other backends."""
     data = batches(3)
     expected = train_alone("native:delayed", data, layers=1)
     with accelerator(3, "native:delayed", dynamo_backend="aot_eager") as acc, ranks.Said() as log:
         model = Blocks(layers=1)
         engine, optimizer = acc.prepare(model, adamw(model))
         assert train(acc, engine, optimizer, data) == expected
-        assert sum("2/2 Linear, 100 % of weight FLOPs" in line for line in log.lines) == (dist.get_rank() == 0)
+        assert sum("2/2 Linear, 100 % of weight FLOPs" in line for line in log.lines) == (
+            dist.get_rank() == 0
+        )
 
 
 def check_json_with_auto_values_and_own_optimizer():
     config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True},
+        },
         "scheduler": {
             "type": "WarmupLR",
-            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+            },
         },
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": "auto",
+        },
     }
     with (
         accelerator_with(DeepSpeedPlugin(hf_ds_config=json_file(config)), "native:window") as acc,
@@ -275,9 +308,12 @@ def check_json_with_auto_values_and_own_optimizer():
         model.config = SimpleNamespace(hidden_size=HIDDEN)
         optimizer = DummyOptim(model.parameters(), lr=5e-3)
         scheduler = DummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=2)
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batches(1, 64)[0]), batch_size=16)
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(*batches(1, 64)[0]), batch_size=16
+        )
         engine, optimizer, scheduler, loader = acc.prepare(model, optimizer, scheduler, loader)
-        assert next(model.parameters()).dtype == torch.bfloat16  # auto: mixed_precision="fp8" means bf16 around FP8
+        # auto: mixed_precision="fp8" means bf16 around FP8
+        assert next(model.parameters()).dtype == torch.bfloat16
         losses = [loss for _ in range(6) for loss in train(acc, engine, optimizer, list(loader))]
         assert losses[-1] < losses[0] and all(map(math.isfinite, losses))
         assert_products(model)

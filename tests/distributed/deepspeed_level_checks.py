@@ -1,4 +1,5 @@
-"""Train the levels O1 to O4 under DeepSpeed's engine as under DDP, save and resume, and refuse what does not go."""
+"""Train the levels O1 to O4 under DeepSpeed's engine as under DDP, save and resume, and refuse what
+does not go."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def check_losses_equal_ddp_at_every_stage():
             wanted = by_ddp(f"msamp:{level}", data, clip or None, **options)
             for stage in (0, 1, 2):
                 config = {"gradient_clipping": clip}
-                with accelerator(stage, f"msamp:{level}", config=config, bf16=True, **options) as acc:
+                with accelerator(
+                    stage, f"msamp:{level}", config=config, bf16=True, **options
+                ) as acc:
                     model = Blocks()
                     engine, optimizer = acc.prepare(model, adamw(model))
                     assert train(acc, engine, optimizer, data) == wanted, (level, stage)
@@ -84,10 +87,13 @@ def check_bytes_a_weight_on_each_rank():
             model = Blocks(layers=8)
             engine, optimizer = acc.prepare(model, adamw(model))
             train(acc, engine, optimizer, shares(batches(1, 8 * count)))
-            engine.backward(engine(*shares(batches(1, 8 * count))[0]))  # the engine drops gradients after a step
+            # the engine drops gradients after a step
+            engine.backward(engine(*shares(batches(1, 8 * count))[0]))
             measured = fp8_backends.audit(model, optimizer).bytes_per_element
             weights = [p for p in model.parameters() if p.dim() > 1]
-            own = sum(p.numel() for p in weights if optimizer.optimizer.owns(p)) / sum(p.numel() for p in weights)
+            own = sum(p.numel() for p in weights if optimizer.optimizer.owns(p)) / sum(
+                p.numel() for p in weights
+            )
             figures[level] = {"measured": measured["total"], "share": own}
             assert measured["total"] == pytest.approx(whole + shared * own, rel=0.03)
             assert own == pytest.approx(1 / count, rel=0.3)
@@ -112,7 +118,8 @@ def check_wire_as_under_ddp():
 
 
 def check_saved_run_resumes_bitwise():
-    """By `save_state` and by the engine's own checkpoint; also with other states shared, and under DDP and FSDP2."""
+    """By `save_state` and by the engine's own checkpoint; also with other states shared, and under
+    DDP and FSDP2."""
     data, folder = shares(batches(6)), ranks.shared_folder()
     for level, stage in (("O1", 2), ("O2", 1), ("O2", 0), ("O3", 2), ("O4", 2)):
         backend, place = f"msamp:{level}", f"{folder}/{level}{stage}"
@@ -128,7 +135,9 @@ def check_saved_run_resumes_bitwise():
                 model = Blocks()
                 engine, optimizer = acc.prepare(model, adamw(model))
                 train(acc, engine, optimizer, data[4:])
-                acc.load_state(place) if other == stage else engine.load_checkpoint(f"{place}-engine")
+                acc.load_state(place) if other == stage else engine.load_checkpoint(
+                    f"{place}-engine"
+                )
                 assert train(acc, engine, optimizer, data[3:]) == unbroken, (level, stage, other)
                 assert engine.global_steps == 6
         saved = torch.load(f"{place}-engine/t/mp_rank_00_model_states.pt", weights_only=False)
@@ -139,7 +148,8 @@ def check_saved_run_resumes_bitwise():
             model.load_state_dict(saved["module"])
             optimizer.load_state_dict(saved["optimizer"])
             assert train(acc, engine, optimizer, data[3:]) == unbroken, level
-        if level != "O4":  # a shard of its states starts elsewhere: blocks of other elements share a scale
+        # a shard of its states starts elsewhere: blocks of other elements share a scale
+        if level != "O4":
             assert_fsdp2_holds(backend, saved)
 
 
@@ -174,7 +184,11 @@ def check_optimizer_and_scheduler_of_the_configuration():
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
         "scheduler": {
             "type": "WarmupLR",
-            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+            },
         },
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -188,9 +202,14 @@ def check_optimizer_and_scheduler_of_the_configuration():
         model.config = SimpleNamespace(hidden_size=64)
         optimizer = DummyOptim(model.parameters(), lr=5e-3)
         scheduler = DummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=2)
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batches(1, 64)[0]), batch_size=16)
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(*batches(1, 64)[0]), batch_size=16
+        )
         engine, optimizer, scheduler, loader = acc.prepare(model, optimizer, scheduler, loader)
-        assert isinstance(optimizer.optimizer, torch.optim.AdamW) and optimizer.optimizer.fp8_owners is not None
+        assert (
+            isinstance(optimizer.optimizer, torch.optim.AdamW)
+            and optimizer.optimizer.fp8_owners is not None
+        )
         losses = [loss for _ in range(6) for loss in train(acc, engine, optimizer, list(loader))]
         assert losses[-1] < losses[0] and scheduler.get_last_lr() == [5e-3]
         assert any("msamp:O2: 4/4 Linear" in line for line in log.lines) or dist.get_rank()
@@ -198,7 +217,8 @@ def check_optimizer_and_scheduler_of_the_configuration():
 
 
 def check_msamp_of_the_plugin_and_of_the_configuration():
-    """`enable_msamp` as stock Accelerate has it; O3 in the configuration, as MS-AMP's fork reads it."""
+    """`enable_msamp` as stock Accelerate has it; O3 in the configuration, as MS-AMP's fork reads
+    it."""
     config = ds_config(1) | {"msamp": {"enabled": True, "opt_level": "O3"}}
     cases = {
         "O1": lambda: DeepSpeedPlugin(zero_stage=1, enable_msamp=True),
@@ -210,8 +230,15 @@ def check_msamp_of_the_plugin_and_of_the_configuration():
         with accelerator_with(make(), None, mixed_precision="fp8") as acc:
             assert acc.fp8_recipe.name == f"msamp:{level}" and acc.fp8_recipe.shares_states
     for level in ("O2", "O3"):
-        variables = {"ACCELERATE_FP8_BACKEND": "MSAMP", "ACCELERATE_FP8_OPT_LEVEL": level, **launched}
-        with mock.patch.dict(os.environ, variables), accelerator_with(None, None, mixed_precision="fp8") as acc:
+        variables = {
+            "ACCELERATE_FP8_BACKEND": "MSAMP",
+            "ACCELERATE_FP8_OPT_LEVEL": level,
+            **launched,
+        }
+        with (
+            mock.patch.dict(os.environ, variables),
+            accelerator_with(None, None, mixed_precision="fp8") as acc,
+        ):
             assert acc.fp8_recipe.name == f"msamp:{level}"
             assert os.environ["ACCELERATE_FP8_BACKEND"] == "MSAMP"
             acc.deepspeed_plugin.deepspeed_config |= {"train_micro_batch_size_per_gpu": 16}
@@ -223,15 +250,22 @@ def check_msamp_of_the_plugin_and_of_the_configuration():
 
 
 def check_deepspeed_initialize_without_accelerate():
-    """With the configuration of stage 0; other settings, and a forward around the engine, are refused by name."""
+    """With the configuration of stage 0; other settings, and a forward around the engine, are
+    refused by name."""
     data, recipe = batches(4), fp8_backends.FP8RecipeKwargs(backend="msamp:O4")
-    config = {"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 0}, "gradient_clipping": CLIP}
+    config = {
+        "train_micro_batch_size_per_gpu": 16,
+        "zero_optimization": {"stage": 0},
+        "gradient_clipping": CLIP,
+    }
 
     def engine_with(**settings):
         model = Blocks()
         fp8_backends.prepare(model, None, recipe)
         engine, optimizer, *_ = deepspeed.initialize(
-            model=model, optimizer=adamw(model), config={**config, "zero_allow_untested_optimizer": True, **settings}
+            model=model,
+            optimizer=adamw(model),
+            config={**config, "zero_allow_untested_optimizer": True, **settings},
         )
         return fp8_backends.prepare(engine, optimizer, recipe)
 
@@ -278,7 +312,10 @@ def check_recomputed_and_compiled_models():
 def check_refusals():
     def refused(*words: str, config: dict, **fields) -> None:
         plugin = DeepSpeedPlugin(hf_ds_config=json_file(config))
-        with pytest.raises(RecipeError) as error, accelerator_with(plugin, "msamp:O2", fields=fields):
+        with (
+            pytest.raises(RecipeError) as error,
+            accelerator_with(plugin, "msamp:O2", fields=fields),
+        ):
             pass
         assert all(word in str(error.value) for word in words), str(error.value)
 
@@ -287,7 +324,9 @@ def check_refusals():
     refused("here: offload", config=ds_config(2) | offload)
     refused("autocast_dtype='fp16'", config=ds_config(2), autocast_dtype="fp16")
     refused("guard='skip'", config=ds_config(2), guard="skip")
-    refused("gradient_release", "leave gradient_release out", config=ds_config(2), gradient_release=True)
+    refused(
+        "gradient_release", "leave gradient_release out", config=ds_config(2), gradient_release=True
+    )
 
 
 if __name__ == "__main__":

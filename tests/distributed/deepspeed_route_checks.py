@@ -1,4 +1,5 @@
-"""Train levels under DeepSpeed as users launch them: by transformers' Trainer, and by the files of other projects."""
+"""Train levels under DeepSpeed as users launch them: by transformers' Trainer, and by the files of
+other projects."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ import torch.distributed as dist
 import transformers.training_args
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from deepspeed_training import Blocks, accelerator, adamw, batches, json_file, mean_over_ranks, shares, train
+from deepspeed_training import (
+    Blocks,
+    accelerator,
+    adamw,
+    batches,
+    json_file,
+    mean_over_ranks,
+    shares,
+    train,
+)
 from safetensors.torch import load_file
 from states_checks import equal
 
@@ -26,28 +36,50 @@ import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
 
 STEPS, SAVED = 6, 3
-_AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_AUTO = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 AUTO = dict.fromkeys(_AUTO, "auto") | {"bf16": {"enabled": "auto"}}
 
 
 def trainer(folder: str, config=None, backend: str = "msamp:O2", **given):
-    """A Trainer under a launch in FP8, which only the environment tells; without a configuration under DDP."""
-    given = {"max_steps": STEPS, "per_device_train_batch_size": 4, "max_grad_norm": 1.0, "bf16": True} | given
+    """A Trainer under a launch in FP8, which only the environment tells; without a configuration
+    under DDP."""
+    given = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "max_grad_norm": 1.0,
+        "bf16": True,
+    } | given
     given |= {"use_cpu": True} if config is None else {"use_cpu": False, "deepspeed": config}
-    launch = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": backend, "ACCELERATE_TORCH_DEVICE": "cpu"}
+    launch = {
+        "ACCELERATE_MIXED_PRECISION": "fp8",
+        "ACCELERATE_FP8_BACKEND": backend,
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+    }
     with mock.patch.dict(os.environ, launch), contextlib.ExitStack() as as_on_gpus:
         if config is not None:  # with gloo between the ranks
-            gloo = mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_GPU))
-            bf16 = mock.patch.object(transformers.training_args, "is_torch_bf16_gpu_available", return_value=True)
+            gloo = mock.patch.object(
+                PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_GPU)
+            )
+            bf16 = mock.patch.object(
+                transformers.training_args, "is_torch_bf16_gpu_available", return_value=True
+            )
             as_on_gpus.enter_context(gloo)
             as_on_gpus.enter_context(bf16)
         return trainer_for(folder, llama(), **given)
 
 
 def check_trainer_resumes_bitwise():
-    """With a dictionary and with a file; the unbroken run equals DDP's, saves, and ends with its best checkpoint."""
+    """With a dictionary and with a file; the unbroken run equals DDP's, saves, and ends with its
+    best checkpoint."""
     folder = ranks.shared_folder()
-    warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    warmup = dict.fromkeys(
+        ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+    )
     adamw = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
     by_engine = AUTO | {
         "zero_optimization": {"stage": 1},
@@ -59,33 +91,56 @@ def check_trainer_resumes_bitwise():
         ("msamp:O4", json_file(by_engine)),
     ):
         place = f"{folder}/{backend}"
-        saves = {"save_strategy": "steps", "save_steps": SAVED, "eval_strategy": "steps", "eval_steps": SAVED}
-        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+        saves = {
+            "save_strategy": "steps",
+            "save_steps": SAVED,
+            "eval_strategy": "steps",
+            "eval_steps": SAVED,
+        }
+        best = {
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_loss",
+            "greater_is_better": True,
+        }
         whole = trainer(place, config, backend, **saves, **best)
         whole.train()
         assert type(whole.model_wrapped).__name__ == "DeepSpeedEngine"
-        assert whole.accelerator.fp8_recipe.name == backend and whole.optimizer.optimizer.fp8_owners is not None
-        losses, norms = ([e[key] for e in whole.state.log_history if key in e] for key in ("loss", "grad_norm"))
-        assert losses[-1] < losses[0] and len(norms) == STEPS and all(0 < norm < 100 for norm in norms)
-        if "optimizer" not in whole.accelerator.deepspeed_plugin.deepspeed_config:  # then the schedule is Trainer's
+        assert (
+            whole.accelerator.fp8_recipe.name == backend
+            and whole.optimizer.optimizer.fp8_owners is not None
+        )
+        losses, norms = (
+            [e[key] for e in whole.state.log_history if key in e] for key in ("loss", "grad_norm")
+        )
+        assert (
+            losses[-1] < losses[0] and len(norms) == STEPS and all(0 < norm < 100 for norm in norms)
+        )
+        # then the schedule is Trainer's
+        if "optimizer" not in whole.accelerator.deepspeed_plugin.deepspeed_config:
             by_ddp = trainer(f"{place}/ddp", None, backend)
             by_ddp.train()
             assert losses_of(by_ddp) == losses
         checkpoint = Path(place, f"checkpoint-{SAVED}")
-        files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
+        files = {
+            str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()
+        }
         of_engine = {"latest", f"global_step{SAVED}/mp_rank_00_model_states.pt"}
         assert {*of_engine, "model.safetensors", "fp8_manifest.json"} <= files
 
         assert whole.state.best_model_checkpoint == str(checkpoint)
         whole.save_model(f"{place}/best")
         dist.barrier()
-        saved, at_best = (load_file(path / "model.safetensors") for path in (Path(place, "best"), checkpoint))
+        saved, at_best = (
+            load_file(path / "model.safetensors") for path in (Path(place, "best"), checkpoint)
+        )
         assert equal(saved, at_best) and equal(saved, weights_of(whole))
 
         again = trainer(place, config, backend)
         again.train(resume_from_checkpoint=str(checkpoint))
         assert losses_of(again) == losses, (backend, losses_of(again), losses)
-        assert equal(weights_of(again), load_file(Path(place, f"checkpoint-{STEPS}", "model.safetensors")))
+        assert equal(
+            weights_of(again), load_file(Path(place, f"checkpoint-{STEPS}", "model.safetensors"))
+        )
 
 
 def weights_of(trained) -> dict[str, torch.Tensor]:
@@ -96,8 +151,14 @@ def weights_of(trained) -> dict[str, torch.Tensor]:
 
 
 def llama_factory(**zero) -> dict:
-    """Return the settings of hiyouga/LLaMA-Factory's examples/deepspeed/ds_z?_config.json (2026-08-18)."""
-    scaler = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2}
+    """Return the settings of hiyouga/LLaMA-Factory's examples/deepspeed/ds_z?_config.json
+    (2026-08-18)."""
+    scaler = {
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+    }
     return AUTO | {
         "zero_allow_untested_optimizer": True,
         "fp16": {"enabled": "auto", "min_loss_scale": 1, **scaler},
@@ -106,8 +167,14 @@ def llama_factory(**zero) -> dict:
 
 
 def axolotl(**zero) -> dict:
-    """Return the settings of axolotl-ai-cloud/axolotl's deepspeed_configs/zero?.json (2026-07-24)."""
-    scaler = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 32, "hysteresis": 2}
+    """Return the settings of axolotl-ai-cloud/axolotl's deepspeed_configs/zero?.json
+    (2026-07-24)."""
+    scaler = {
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 32,
+        "hysteresis": 2,
+    }
     return AUTO | {
         "fp16": {"enabled": "auto", "auto_cast": False, "min_loss_scale": 1, **scaler},
         "zero_optimization": {"overlap_comm": True, **zero},
@@ -117,8 +184,16 @@ def axolotl(**zero) -> dict:
 
 BUCKETS = {"allgather_partitions": True, "allgather_bucket_size": 5e8, "reduce_scatter": True}
 BUCKETS |= {"reduce_bucket_size": 5e8, "round_robin_gradients": True}
-ZERO3 = {"stage": 3, "sub_group_size": 1e9, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
-ZERO3 |= {"stage3_param_persistence_threshold": "auto", "stage3_gather_16bit_weights_on_model_save": True}
+ZERO3 = {
+    "stage": 3,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+}
+ZERO3 |= {
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 TRAINED = {
     "LLaMA-Factory ds_z0_config": llama_factory(stage=0, **BUCKETS),
@@ -126,7 +201,10 @@ TRAINED = {
     "Axolotl zero1": axolotl(stage=1),
 }
 REFUSED = {
-    "LLaMA-Factory ds_z2_offload_config": (llama_factory(stage=2, **BUCKETS, **OFFLOAD), "here: offload"),
+    "LLaMA-Factory ds_z2_offload_config": (
+        llama_factory(stage=2, **BUCKETS, **OFFLOAD),
+        "here: offload",
+    ),
     "LLaMA-Factory ds_z3_config": (llama_factory(**ZERO3), "here: zero_stage 3"),
     "LLaMA-Factory ds_z3_offload_config": (llama_factory(**ZERO3, **OFFLOAD), "here: zero_stage 3"),
     "Axolotl zero2": (axolotl(stage=2, offload_optimizer={"device": "cpu"}), "here: offload"),
@@ -135,19 +213,24 @@ REFUSED = {
 
 
 def check_files_of_other_projects():
-    """Axolotl's zero1_torch_compile.json is from the time before DeepSpeed 0.19, which refuses its keys."""
+    """Axolotl's zero1_torch_compile.json is from the time before DeepSpeed 0.19, which refuses its
+    keys."""
     folder, expected = ranks.shared_folder(), {}
     for name, config in TRAINED.items():
         trained = trainer(f"{folder}/{name}", json_file(config), "msamp:O2", max_steps=3)
         trained.train()
         losses = losses_of(trained)
         assert type(trained.model_wrapped).__name__ == "DeepSpeedEngine"
-        assert (trained.optimizer.optimizer.fp8_owners is not None) == (config["zero_optimization"]["stage"] > 0)
+        assert (trained.optimizer.optimizer.fp8_owners is not None) == (
+            config["zero_optimization"]["stage"] > 0
+        )
         assert expected.setdefault("losses", losses) == losses, name  # of any stage
     for name, (config, cause) in REFUSED.items():
         with pytest.raises(RecipeError) as error:
             trainer(f"{folder}/{name}", json_file(config))
-        assert cause in str(error.value) and "FullyShardedDataParallelPlugin(fsdp_version=2)" in str(error.value), name
+        assert cause in str(
+            error.value
+        ) and "FullyShardedDataParallelPlugin(fsdp_version=2)" in str(error.value), name
     compiled = axolotl(stage=1) | {"compile": {"disable": False, "backend": "inductor"}}
     with pytest.raises(ValueError, match="CompileConfig\ndisable"):
         trainer(folder, json_file(compiled)).train()
@@ -162,7 +245,9 @@ def check_run_of_zero_without_a_level_continues_at_a_level():
         acc.save_state(place)
         saved = acc.get_state_dict(engine)
     with trained("O1", 2, 1) as (acc, engine, optimizer):
-        with pytest.raises(FP8BackendError, match="load the weights only, with load_optimizer_states=False"):
+        with pytest.raises(
+            FP8BackendError, match="load the weights only, with load_optimizer_states=False"
+        ):
             acc.load_state(place)
         acc.load_state(place, load_optimizer_states=False)
         for name, weight in acc.get_state_dict(engine).items():
@@ -203,7 +288,9 @@ def read_checkpoints():
     """Compare gathered weights and states with the files, and return the losses that follow."""
     losses = {}
     for level, stage in WRITTEN:
-        saved = torch.load(FOLDER / level / "engine/t/mp_rank_00_model_states.pt", weights_only=False)
+        saved = torch.load(
+            FOLDER / level / "engine/t/mp_rank_00_model_states.pt", weights_only=False
+        )
         for load in (
             lambda acc, engine, place: acc.load_state(str(place / "accelerate")),
             lambda acc, engine, place: engine.load_checkpoint(str(place / "engine")),
@@ -212,7 +299,9 @@ def read_checkpoints():
                 load(acc, engine, FOLDER / level)
                 with fp8_backends.checkpoints.whole_states(optimizer.optimizer):
                     assert equal(dict(engine.module.state_dict()), dict(saved["module"])), level
-                    assert equal(optimizer.state_dict()["state"], saved["optimizer"]["state"]), level
+                    assert equal(optimizer.state_dict()["state"], saved["optimizer"]["state"]), (
+                        level
+                    )
                 losses[level] = mean_over_ranks(train(acc, engine, optimizer, shares(DATA[3:])))
                 assert engine.global_steps == 6
     return losses

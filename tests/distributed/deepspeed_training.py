@@ -1,4 +1,5 @@
-"""A small model, its data and its loops, with DeepSpeed through a stock Accelerator and without either."""
+"""A small model, its data and its loops, with DeepSpeed through a stock Accelerator and without
+either."""
 
 from __future__ import annotations
 
@@ -20,11 +21,19 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
 
-# the CPU's all-reduce through shared memory is an extension, compiled by DeepSpeed at its first collective
+# the CPU's all-reduce through shared memory is an extension, compiled by DeepSpeed at its first
+# collective
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 HIDDEN, LAYERS = 64, 3
-COMPUTES = ("native:dynamic", "native:delayed", "native:rowwise", "native:window", "ao:tensorwise", "ao:rowwise")
+COMPUTES = (
+    "native:dynamic",
+    "native:delayed",
+    "native:rowwise",
+    "native:window",
+    "ao:tensorwise",
+    "ao:rowwise",
+)
 STAGES = (1, 2, 3)
 
 
@@ -70,24 +79,33 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 @contextlib.contextmanager
-def accelerator(stage: int, backend: str | None, *, config: dict | None = None, bf16: bool = False, **options):
-    """A stock Accelerator with a DeepSpeed plug-in; `backend` None trains without FP8. `config` changes its JSON."""
+def accelerator(
+    stage: int, backend: str | None, *, config: dict | None = None, bf16: bool = False, **options
+):
+    """A stock Accelerator with a DeepSpeed plug-in; `backend` None trains without FP8. `config`
+    changes its JSON."""
     plugin = DeepSpeedPlugin(hf_ds_config=ds_config(stage, bf16) | (config or {}))
     with accelerator_with(plugin, backend, bf16=bf16, **options) as acc:
         yield acc
 
 
 @contextlib.contextmanager
-def accelerator_with(plugin: DeepSpeedPlugin | None, backend: str | None, *, bf16: bool = False, **options):
+def accelerator_with(
+    plugin: DeepSpeedPlugin | None, backend: str | None, *, bf16: bool = False, **options
+):
     fields = options.pop("fields", {})
-    handler = options.pop("handler", None) or (backend and fp8_backends.FP8RecipeKwargs(backend=backend, **fields))
+    handler = options.pop("handler", None) or (
+        backend and fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
+    )
     handlers = [InitProcessGroupKwargs(backend="gloo"), *([handler] if handler else [])]
     precision = options.pop("mixed_precision", "fp8" if handler else ("bf16" if bf16 else "no"))
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     acc = None
     try:
-        acc = Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers, **options)
+        acc = Accelerator(
+            mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers, **options
+        )
         yield acc
     finally:
         if acc is not None:
@@ -97,7 +115,8 @@ def accelerator_with(plugin: DeepSpeedPlugin | None, backend: str | None, *, bf1
 
 
 def ds_config(stage: int, bf16: bool = False) -> dict:
-    """Return a configuration with threshold 0: ZeRO-3 would never partition such small layers by default."""
+    """Return a configuration with threshold 0: ZeRO-3 would never partition such small layers by
+    default."""
     return {
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "train_micro_batch_size_per_gpu": 16,
@@ -107,7 +126,9 @@ def ds_config(stage: int, bf16: bool = False) -> dict:
     }
 
 
-def train(acc: Accelerator, engine, optimizer, data: list, clip: float | None = None) -> list[float]:
+def train(
+    acc: Accelerator, engine, optimizer, data: list, clip: float | None = None
+) -> list[float]:
     """The usual loop of Accelerate; the loss of each batch on this rank."""
     losses = []
     for x, y in data:
@@ -124,7 +145,13 @@ def train(acc: Accelerator, engine, optimizer, data: list, clip: float | None = 
 
 
 def train_alone(
-    backend: str | None, data: list, *, bf16: bool = False, accumulate: int = 1, layers: int = LAYERS, **fields
+    backend: str | None,
+    data: list,
+    *,
+    bf16: bool = False,
+    accumulate: int = 1,
+    layers: int = LAYERS,
+    **fields,
 ) -> list[float]:
     """The same on one rank without DeepSpeed and without Accelerate."""
     model = Blocks(layers=layers)
@@ -152,7 +179,9 @@ def mean_over_ranks(losses: list[float]) -> list[float]:
 
 def scaling_states(model: nn.Module) -> list[torch.Tensor]:
     return [
-        module.fp8_scaling.clone() for module in model.modules() if getattr(module, "fp8_scaling", None) is not None
+        module.fp8_scaling.clone()
+        for module in model.modules()
+        if getattr(module, "fp8_scaling", None) is not None
     ]
 
 

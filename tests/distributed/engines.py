@@ -24,9 +24,11 @@ class WithoutGPUs(ParallelismConfig):
         pass
 
 
-def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str = "Block", rows: int = 4) -> dict:
-    """Return the arguments of `Accelerator` except the recipe. `wrapped`: the class of FSDP2's units. `rows`: rows of a
-    microbatch on one rank."""
+def engine_arguments(
+    engine: str, clip: float, microbatches: int, wrapped: str = "Block", rows: int = 4
+) -> dict:
+    """Return the arguments of `Accelerator` except the recipe. `wrapped`: the class of FSDP2's
+    units. `rows`: rows of a microbatch on one rank."""
     if engine == "Ulysses":
         from accelerate.utils import DeepSpeedSequenceParallelConfig
 
@@ -35,17 +37,22 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
             sp_seq_length=split_models.LENGTH, sp_attn_implementation=split_models.ATTENTION
         )
         parallelism = ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler)
-        return {**engine_arguments("ZeRO-3", clip, microbatches, rows=8), "parallelism_config": parallelism}
+        return {
+            **engine_arguments("ZeRO-3", clip, microbatches, rows=8),
+            "parallelism_config": parallelism,
+        }
     if engine.startswith("ZeRO"):
         import deepspeed
         from accelerate.utils import DeepSpeedPlugin
 
-        # the CPU's all-reduce through shared memory is an extension, compiled by DeepSpeed at its first use
+        # the CPU's all-reduce through shared memory is an extension, compiled by DeepSpeed at its
+        # first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         config = {
             "zero_optimization": {
                 "stage": int(engine[-1]),
-                "stage3_param_persistence_threshold": 0,  # weights this small would not be partitioned
+                # weights this small would not be partitioned
+                "stage3_param_persistence_threshold": 0,
                 "stage3_gather_16bit_weights_on_model_save": True,
             },
             "train_micro_batch_size_per_gpu": rows,
@@ -55,7 +62,10 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
         }
         os.environ.pop("ACCELERATE_USE_CPU", None)  # with it Accelerate always takes DDP
         plugin = DeepSpeedPlugin(hf_ds_config=config)
-        return {"deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
+        return {
+            "deepspeed_plugin": plugin,
+            "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")],
+        }
     if engine in SHARDED_BY_FSDP2:
         from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -65,7 +75,11 @@ def engine_arguments(engine: str, clip: float, microbatches: int, wrapped: str =
             transformer_cls_names_to_wrap=["LlamaDecoderLayer" if engine == "ring" else wrapped],
             cpu_ram_efficient_loading=False,
         )
-        shared = {"parallelism_config": WithoutGPUs(tp_size=2, dp_shard_size=2)} if engine == "TPxDP" else {}
+        shared = (
+            {"parallelism_config": WithoutGPUs(tp_size=2, dp_shard_size=2)}
+            if engine == "TPxDP"
+            else {}
+        )
         return {"fsdp_plugin": plugin, **shared}
     return {"parallelism_config": WithoutGPUs(tp_size=2)} if engine == "TP" else {}
 
@@ -74,7 +88,10 @@ def start_engine(accelerator, engine: str, arguments: dict) -> None:
     """Set the engine chosen on GPUs: without a GPU, Accelerate always chooses DDP."""
     from accelerate.state import AcceleratorState, PartialState
 
-    kind = {"single": DistributedType.NO, **dict.fromkeys(SHARDED_BY_FSDP2, DistributedType.FSDP)}.get(engine)
+    kind = {
+        "single": DistributedType.NO,
+        **dict.fromkeys(SHARDED_BY_FSDP2, DistributedType.FSDP),
+    }.get(engine)
     if kind is not None:
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = kind
@@ -96,7 +113,9 @@ def share_layers(accelerator, engine: str, model: torch.nn.Module) -> None:
 
 def cut_layers(model: torch.nn.Module, mesh) -> None:
     """Cut the layers of the model's blocks over the ranks of a mesh with one dimension."""
-    parallelize_module(model, mesh, {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+    parallelize_module(
+        model, mesh, {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    )
 
 
 def assert_engine(engine: str, model: torch.nn.Module) -> None:

@@ -1,4 +1,5 @@
-"""FP8 checkpoints written from several ranks: all call `export`, the first writes, and every rank may read at once."""
+"""FP8 checkpoints written from several ranks: all call `export`, the first writes, and every rank
+may read at once."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ from fp8_backends.tensors.sharded_tensor import is_distributed
 
 def llama(inner: int = 128) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": inner, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": inner,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).train()
 
 
@@ -74,7 +80,9 @@ def check_ddp_exports_codes_when_masters_are_sharded():
         assert same(tensors[f"{name}.weight"], codes.codes)
         assert (tensors[f"{name}.weight_scale_inv"] == codes.scale_inv).all()
     yielded = dict(fp8_backends.checkpoints.rollout_weights(model))  # on every rank
-    assert yielded.keys() == tensors.keys() and all(same(yielded[name], tensors[name]) for name in tensors)
+    assert yielded.keys() == tensors.keys() and all(
+        same(yielded[name], tensors[name]) for name in tensors
+    )
     assert AutoModelForCausalLM.from_pretrained(to).dtype == torch.float32
 
 
@@ -88,18 +96,34 @@ def check_weight_outside_the_format_needs_its_master():
         assert "enter fp8_backends.checkpoints.whole_states(optimizer)" in str(error)
     with fp8_backends.checkpoints.whole_states(optimizer):
         result = fp8_backends.checkpoints.export(model, to)
-    assert len(result.exact) == 8 and "equal blocks" in result.high_precision["model.layers.0.mlp.up_proj"]
+    assert (
+        len(result.exact) == 8
+        and "equal blocks" in result.high_precision["model.layers.0.mlp.up_proj"]
+    )
 
 
 def check_fsdp2_hands_out_the_codes_of_one_process():
-    """As a file and as weights of a rollout; with a mixed precision policy, codes of the rounded weights."""
+    """As a file and as weights of a rollout; with a mixed precision policy, codes of the rounded
+    weights."""
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    formats = {"native:blockwise": "finegrained_fp8", "native:mxfp8": "compressed-tensors", "msamp:O3": None}
-    for (spec, format), policy in [*((each, None) for each in formats.items()), (("native:rowwise", None), bf16)]:
+    formats = {
+        "native:blockwise": "finegrained_fp8",
+        "native:mxfp8": "compressed-tensors",
+        "msamp:O3": None,
+    }
+    for (spec, format), policy in [
+        *((each, None) for each in formats.items()),
+        (("native:rowwise", None), bf16),
+    ]:
         format = format or "compressed-tensors"
         model, _ = trained(spec, functools.partial(in_fsdp2, policy=policy))
-        sharded = {name: tensor.clone() for name, tensor in fp8_backends.checkpoints.rollout_weights(model, format)}
-        assert all(is_distributed(parameter) for parameter in model.parameters()), "its units are sharded again"
+        sharded = {
+            name: tensor.clone()
+            for name, tensor in fp8_backends.checkpoints.rollout_weights(model, format)
+        }
+        assert all(is_distributed(parameter) for parameter in model.parameters()), (
+            "its units are sharded again"
+        )
         to = folder()
         result = fp8_backends.checkpoints.export(model, to / "sharded", format)
         assert len(result.exact) == 14 and not result.rounded
@@ -110,11 +134,17 @@ def check_fsdp2_hands_out_the_codes_of_one_process():
         alone = llama()
         alone.load_state_dict(whole)
         if policy:
-            alone.model.layers.load_state_dict({k: v.bfloat16() for k, v in alone.model.layers.state_dict().items()})
+            alone.model.layers.load_state_dict(
+                {k: v.bfloat16() for k, v in alone.model.layers.state_dict().items()}
+            )
         fp8_backends.prepare(alone, None, spec)
         expected = dict(fp8_backends.checkpoints.rollout_weights(alone, format))
         if policy:  # plain weights stay exact
-            expected |= {name: whole[name] for name in expected.keys() & whole.keys() if name not in codes_of(expected)}
+            expected |= {
+                name: whole[name]
+                for name in expected.keys() & whole.keys()
+                if name not in codes_of(expected)
+            }
         file = load_file(to / "sharded" / "model.safetensors")
         assert sharded.keys() == expected.keys() == file.keys(), spec
         for name, tensor in expected.items():
@@ -126,11 +156,15 @@ def codes_of(tensors):
 
 
 class Adapted(torch.nn.Module):
-    """Put a trainable layer before a frozen layer of an FP8 checkpoint, with different codes on each rank."""
+    """Put a trainable layer before a frozen layer of an FP8 checkpoint, with different codes on
+    each rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.adapter, self.base = torch.nn.Linear(200, 200), FP8Linear(200, 136, block_size=(128, 128))
+        self.adapter, self.base = (
+            torch.nn.Linear(200, 200),
+            FP8Linear(200, 136, block_size=(128, 128)),
+        )
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.base.weight.data.copy_(torch.randn(136, 200, generator=generator))
         self.base.weight_scale_inv.data.copy_(torch.rand(2, 2, generator=generator))
@@ -141,7 +175,9 @@ class Adapted(torch.nn.Module):
 
 
 def check_ddp_trains_adapters_over_codes_of_first_rank():
-    spec = fp8_backends.NativeRecipeKwargs(scaling="blockwise", fp8_params=True, exclude=["adapter"])
+    spec = fp8_backends.NativeRecipeKwargs(
+        scaling="blockwise", fp8_params=True, exclude=["adapter"]
+    )
     model = Adapted()
     first = [each.detach().clone() for each in (model.base.weight, model.base.weight_scale_inv)]
     for each in first:
@@ -166,7 +202,9 @@ def check_ddp_trains_over_four_bits_of_first_rank_and_fsdp2_is_refused():
     spec = fp8_backends.NativeRecipeKwargs(exclude=["0"])
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32))
-    model[1].weight = torch.nn.Parameter(BlockCodes.encoded(weight, PACKED_NVFP4), requires_grad=False)
+    model[1].weight = torch.nn.Parameter(
+        BlockCodes.encoded(weight, PACKED_NVFP4), requires_grad=False
+    )
     first = [part.clone() for part in model[1].weight.parts]
     for part in first:
         dist.broadcast(part.view(torch.uint8), 0)

@@ -1,8 +1,10 @@
-"""Lose a rank in the middle of a step, in one scenario after another, under one torchrun with restarts.
+"""Lose a rank in the middle of a step, in one scenario after another, under one torchrun with
+restarts.
 
-Each scenario trains once unbroken, then again with a checkpoint at step SAVED until rank 1 is lost at step LOST. The
-other rank must detect the loss, record how, and fail. torchrun restarts both, and the checkpoint of the last scenario
-is resumed before the next one begins. The last attempt prints the outcomes.
+Each scenario trains once unbroken, then again with a checkpoint at step SAVED until rank 1 is lost
+at step LOST. The other rank must detect the loss, record how, and fail. torchrun restarts both, and
+the checkpoint of the last scenario is resumed before the next one begins. The last attempt prints
+the outcomes.
 
     python -m torch.distributed.run --nproc_per_node 2 --max-restarts N faults.py FOLDER
 """
@@ -30,14 +32,16 @@ import fp8_backends
 
 STEPS, SAVED, LOST = 6, 2, 4
 TIMEOUT = 10
-"""Longest seconds of a collective in these runs; ranks compiling on a busy machine are seconds apart."""
+"""Longest seconds of a collective in these runs; ranks compiling on a busy machine are seconds
+apart."""
 
 
 class Scenario(NamedTuple):
     engine: str
     backend: str
     loss: str
-    """`killed`: the process is gone, and its connections with it. `stalled`: it stands still, connections open."""
+    """`killed`: the process is gone, and its connections with it. `stalled`: it stands still,
+    connections open."""
 
 
 SCENARIOS = (
@@ -92,7 +96,9 @@ class Run:
             os.kill(os.getpid(), signal_number)
 
         if self.accelerator.process_index == 1:
-            self.bare[1].register_forward_hook(lambda module, args, output: output.register_hook(lose) and None)
+            self.bare[1].register_forward_hook(
+                lambda module, args, output: output.register_hook(lose) and None
+            )
 
 
 def attempt(folder: Path, number: int) -> None:
@@ -104,7 +110,12 @@ def attempt(folder: Path, number: int) -> None:
         lose_a_rank(folder, number, rank)
         return
     if rank == 0:
-        print("RESULT", json.dumps([json.loads(file.read_text()) for file in sorted(folder.glob("noticed_*.json"))]))
+        print(
+            "RESULT",
+            json.dumps(
+                [json.loads(file.read_text()) for file in sorted(folder.glob("noticed_*.json"))]
+            ),
+        )
     torch.distributed.destroy_process_group()
 
 
@@ -119,7 +130,8 @@ def lose_a_rank(folder: Path, number: int, rank: int) -> None:
     run.lose_in_backward(signal.SIGKILL if scenario.loss == "killed" else signal.SIGSTOP)
     (folder / f"process_{rank}").write_text(str(os.getpid()))
     run.accelerator.wait_for_everyone()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun would end this rank before it notices anything itself
+    # torchrun would end this rank before it notices anything itself
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     began = time.monotonic()
     try:
         run.step(LOST)
@@ -138,7 +150,9 @@ def check_resumed(folder: Path, number: int, rank: int) -> None:
     run.accelerator.load_state(str(folder / f"state_{number}"))
     losses = run.train(SAVED, STEPS)
     unbroken = json.loads((folder / f"losses_{number}_{rank}.json").read_text())
-    assert losses == unbroken[SAVED:], f"{SCENARIOS[number]}: resumed {losses}, unbroken {unbroken[SAVED:]}"
+    assert losses == unbroken[SAVED:], (
+        f"{SCENARIOS[number]}: resumed {losses}, unbroken {unbroken[SAVED:]}"
+    )
     (folder / f"resumed_{number}_{rank}").touch()
 
 

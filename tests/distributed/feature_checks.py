@@ -1,5 +1,6 @@
-"""Check Accelerate's other features with FP8: one check per row of `feature_table.py` and per level; one per row for
-the backends without a level, equal under DDP. One process checks all of a row."""
+"""Check Accelerate's other features with FP8: one check per row of `feature_table.py` and per
+level; one per row for the backends without a level, equal under DDP. One process checks all of a
+row."""
 
 from __future__ import annotations
 
@@ -47,14 +48,18 @@ globals().update(checks())
 
 
 def check_uses_on_single_ranks_end_the_sharding_of_states():
-    """LocalSGD, `join_uneven_inputs` and `Join` after two steps equal `shard_states=False` to the bit, at O3 and O4."""
+    """LocalSGD, `join_uneven_inputs` and `Join` after two steps equal `shard_states=False` to the
+    bit, at O3 and O4."""
     for use in (_steps_on_each_rank, _uneven_steps, _joined_steps):
         for backend in ("msamp:O3", "msamp:O4"):
             runs = [_used(backend, use, fields) for fields in ({}, {"shard_states": False})]
             assert runs[0] == runs[1], (use, backend)
             acc = feature_setting.accelerator(backend, fields={"shard_states": True})
             model, optimizer = feature_setting.prepared(acc)
-            with pytest.raises(FP8BackendError, match="shard_states=True leaves each weight.*leave shard_states out"):
+            with pytest.raises(
+                FP8BackendError,
+                match="shard_states=True leaves each weight.*leave shard_states out",
+            ):
                 use(acc, model, optimizer)
             assert optimizer.optimizer.fp8_owners is not None
 
@@ -68,11 +73,15 @@ def _used(backend: str, use, fields: dict) -> tuple[list[float], dict[str, str]]
         assert (optimizer.optimizer.fp8_owners is None) == bool(fields)
         for _ in range(2):
             losses += use(acc, model, optimizer)
-            acc.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))  # watches the optimizer again
+            # watches the optimizer again
+            acc.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
         losses += [feature_setting.step(acc, model, optimizer, index) for index in range(8, 10)]
     lines = [line for line in said.lines if "from now on each rank keeps all" in line]
     assert len(lines) == (feature_setting.rank() == 0 and not fields), said.lines
-    assert all(f"{backend}: " in line and {"O3": "7", "O4": "5"}[backend[-2:]] + " bytes" in line for line in lines)
+    assert all(
+        f"{backend}: " in line and {"O3": "7", "O4": "5"}[backend[-2:]] + " bytes" in line
+        for line in lines
+    )
     if use is not _steps_on_each_rank:  # which averages no optimizer states, in FP8 or bf16
         assert_equal_on_all_ranks(model, optimizer.optimizer)
     assert all(p.rest is not None and not p.shared_out for p in scaled(model).values())
@@ -93,12 +102,18 @@ def _steps_on_each_rank(acc, model, optimizer) -> list[float]:
 
 def _uneven_steps(acc, model, optimizer) -> list[float]:
     with feature_runs.joined(acc, model):
-        return [feature_setting.step(acc, model, optimizer, index) for index in range(2, 4 + feature_setting.rank())]
+        return [
+            feature_setting.step(acc, model, optimizer, index)
+            for index in range(2, 4 + feature_setting.rank())
+        ]
 
 
 def _joined_steps(acc, model, optimizer) -> list[float]:
     with Join([model]):
-        return [feature_setting.step(acc, model, optimizer, index) for index in range(2, 4 + feature_setting.rank())]
+        return [
+            feature_setting.step(acc, model, optimizer, index)
+            for index in range(2, 4 + feature_setting.rank())
+        ]
 
 
 def check_manual_ddp_hook_is_refused_with_scaled_weights():
@@ -136,11 +151,23 @@ LAYERS = {"blocks.0.up": "native:rowwise", "down": "native:mxfp8", "mix": "bf16"
 
 
 def check_mixed_layers_equal_layers_prepared_one_by_one():
-    """DDP and FSDP2 train a model with `layers` to the bit as one whose layers were prepared one by one."""
+    """DDP and FSDP2 train a model with `layers` to the bit as one whose layers were prepared one by
+    one."""
     fields = {"backend": "native:dynamic", "layers": LAYERS}
-    words = {"blocks.0.up": "native:rowwise", "blocks.0.down": "native:mxfp8", "blocks.1.down": "native:mxfp8"}
-    words |= {"blocks.1.up": "native:dynamic", "frozen": "native:dynamic", "loudness": "native:dynamic"}
-    for engine in (fsdp2_training.shard, lambda model: DistributedDataParallel(model, find_unused_parameters=True)):
+    words = {
+        "blocks.0.up": "native:rowwise",
+        "blocks.0.down": "native:mxfp8",
+        "blocks.1.down": "native:mxfp8",
+    }
+    words |= {
+        "blocks.1.up": "native:dynamic",
+        "frozen": "native:dynamic",
+        "loudness": "native:dynamic",
+    }
+    for engine in (
+        fsdp2_training.shard,
+        lambda model: DistributedDataParallel(model, find_unused_parameters=True),
+    ):
         losses = []
         for by_hand in (False, True):
             torch.manual_seed(0)
@@ -158,15 +185,20 @@ def check_mixed_layers_equal_layers_prepared_one_by_one():
 
 
 def check_mixed_layers_gather_codes_for_the_rules_that_share_them():
-    """At O2 FSDP2 gathers codes of the dynamic layers alone, and the losses equal those of plain gathers."""
+    """At O2 FSDP2 gathers codes of the dynamic layers alone, and the losses equal those of plain
+    gathers."""
     fields = {"backend": "native:dynamic+msamp:O2", "layers": LAYERS}
     losses = []
     for gathers in (None, False):
-        model, optimizer = fsdp2_training.prepared({**fields, "enable_fsdp_float8_all_gather": gathers})
+        model, optimizer = fsdp2_training.prepared(
+            {**fields, "enable_fsdp_float8_all_gather": gathers}
+        )
         losses.append(fsdp2_training.train(model, optimizer, 4))
         _, root, record = prepared_roots(model)[0]
         places = {name for name, _ in _names(root, record.compute.travelling(root, record.recipe))}
-        assert places == (set() if gathers is False else {"blocks.1.up", "frozen", "loudness"}), places
+        assert places == (set() if gathers is False else {"blocks.1.up", "frozen", "loudness"}), (
+            places
+        )
     assert losses[0] == losses[1]
 
 
@@ -176,15 +208,21 @@ def _names(root: torch.nn.Module, places: dict) -> list[tuple[str, str]]:
 
 
 def check_schedules_change_at_the_same_step_on_all_ranks():
-    """A change to bf16 under DDP and FSDP2 equals a plain model that goes on from the same values."""
+    """A change to bf16 under DDP and FSDP2 equals a plain model that goes on from the same
+    values."""
     fields = {"backend": "native:dynamic", "schedule": {2: "bf16"}}
-    for engine in (fsdp2_training.shard, lambda model: DistributedDataParallel(model, find_unused_parameters=True)):
+    for engine in (
+        fsdp2_training.shard,
+        lambda model: DistributedDataParallel(model, find_unused_parameters=True),
+    ):
         runs = [_of_engine(engine, spec) for spec in (fields, "native:dynamic", None)]
         losses = [fsdp2_training.train(*runs[0], 2), fsdp2_training.train(*runs[1], 2)]
         assert losses[0] == losses[1], engine
         runs[2][0].load_state_dict(runs[1][0].state_dict())
         runs[2][1].load_state_dict(runs[1][1].state_dict())
-        assert fsdp2_training.train(*runs[0], 3, seed=1) == fsdp2_training.train(*runs[2], 3, seed=1), engine
+        assert fsdp2_training.train(*runs[0], 3, seed=1) == fsdp2_training.train(
+            *runs[2], 3, seed=1
+        ), engine
 
 
 def check_ranks_agree_on_the_states_of_a_later_phase():
@@ -197,7 +235,9 @@ def check_ranks_agree_on_the_states_of_a_later_phase():
         wrapped = DistributedDataParallel(model)
         fp8_backends.prepare(wrapped, optimizer, fields)
         for _ in range(4):
-            wrapped(torch.randn(16, 32) * (1 + torch.distributed.get_rank())).square().mean().backward()
+            wrapped(
+                torch.randn(16, 32) * (1 + torch.distributed.get_rank())
+            ).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         states = [torch.empty_like(model.fp8_scaling) for _ in range(2)]

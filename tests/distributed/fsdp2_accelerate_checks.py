@@ -31,7 +31,15 @@ GATHERED = FP8RecipeKwargs(backend="native:delayed", enable_fsdp_float8_all_gath
 """At O2 weights travel so by default."""
 
 
-def accelerator(spec, version=2, kind=DistributedType.FSDP, compiled=None, accumulate=1, parallelism=None, **options):
+def accelerator(
+    spec,
+    version=2,
+    kind=DistributedType.FSDP,
+    compiled=None,
+    accumulate=1,
+    parallelism=None,
+    **options,
+):
     """Set the engine chosen on GPUs: without a GPU, Accelerate always chooses DDP."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
@@ -44,7 +52,9 @@ def accelerator(spec, version=2, kind=DistributedType.FSDP, compiled=None, accum
     }
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
     compiled = compiled or TorchDynamoPlugin()
-    AcceleratorState("bf16", cpu=True, dynamo_plugin=compiled, fsdp_plugin=plugin, _from_accelerator=True)
+    AcceleratorState(
+        "bf16", cpu=True, dynamo_plugin=compiled, fsdp_plugin=plugin, _from_accelerator=True
+    )
     for state in (PartialState, AcceleratorState):
         state._shared_state["distributed_type"] = kind
     AcceleratorState._shared_state |= {"fsdp_plugin": plugin, "_mixed_precision": "fp8"}
@@ -57,7 +67,10 @@ def accelerator(spec, version=2, kind=DistributedType.FSDP, compiled=None, accum
     )
     if parallelism is not None:
         shared = AcceleratorState._shared_state
-        shared["parallelism_config"], shared["device_mesh"] = parallelism, parallelism.build_device_mesh("cpu")
+        shared["parallelism_config"], shared["device_mesh"] = (
+            parallelism,
+            parallelism.build_device_mesh("cpu"),
+        )
     if plugin.mixed_precision_policy is None:
         plugin.set_mixed_precision("fp8")
     return acc
@@ -71,10 +84,16 @@ def new(seed: int = 0, lr: float = 3e-3, blocks: int = 2):
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr)
-    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+    return (
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step)),
+    )
 
 
-def train(acc, model, optimizer, scheduler, steps: int, seed: int = 0, clip: float | None = 1.0) -> list[float]:
+def train(
+    acc, model, optimizer, scheduler, steps: int, seed: int = 0, clip: float | None = 1.0
+) -> list[float]:
     losses = []
     for ids in batches(steps, seed):
         loss = loss_of(model, ids)
@@ -93,8 +112,9 @@ TRAINED = ("native:delayed", "ao:tensorwise", GATHERED_BY_AO, "msamp:O4")
 
 
 def check_each_backend_trains():
-    """Use efficient loading, the launcher's default, with weights only on the first rank. Every product runs in FP8 in
-    every layer; the proof prints once; optimizer, groups and scheduler stay the given objects."""
+    """Use efficient loading, the launcher's default, with weights only on the first rank. Every
+    product runs in FP8 in every layer; the proof prints once; optimizer, groups and scheduler stay
+    the given objects."""
     figures = {}
     for spec in TRAINED:
         name = spec if isinstance(spec, str) else "ao, gathered in FP8"
@@ -106,7 +126,9 @@ def check_each_backend_trains():
             before = {key: whole(value) for key, value in model.state_dict().items()}
             losses = train(acc, prepared, wrapped, scheduler, 8)
         assert wrapped.optimizer is optimizer and scheduler.optimizer is optimizer, name
-        assert [[_name_of(model, p) for p in group["params"]] for group in optimizer.param_groups] == names, name
+        assert [
+            [_name_of(model, p) for p in group["params"]] for group in optimizer.param_groups
+        ] == names, name
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0], name
         for key, value in model.state_dict().items():
             assert torch.equal(whole(value), before[key]) == key.startswith("frozen"), (name, key)
@@ -149,7 +171,8 @@ def check_a_bf16_model():
 
 
 def check_states_of_a_stepped_optimizer():
-    """They are sharded with the parameters, by name; in FP8 they are rounded once: E4M3 to nearest, 1/16 at most."""
+    """They are sharded with the parameters, by name; in FP8 they are rounded once: E4M3 to nearest,
+    1/16 at most."""
     for spec in ("native:dynamic", "msamp:O1", "msamp:O2"):
         model, optimizer, scheduler = new()
         for ids in batches(3):
@@ -160,11 +183,23 @@ def check_states_of_a_stepped_optimizer():
             optimizer.step()
             optimizer.zero_grad()
         names = {name: p for name, p in model.named_parameters()}
-        before = {name: copy.deepcopy(optimizer.state[p]) for name, p in names.items() if p in optimizer.state}
+        before = {
+            name: copy.deepcopy(optimizer.state[p])
+            for name, p in names.items()
+            if p in optimizer.state
+        }
         acc = accelerator(spec)
         prepared, wrapped, _ = acc.prepare(model, optimizer, scheduler)
-        layers = [name for name, p in prepared.named_parameters() if isinstance(local_part(p), ScaledTensor)]
-        after = {name: optimizer.state[p] for name, p in prepared.named_parameters() if p in optimizer.state}
+        layers = [
+            name
+            for name, p in prepared.named_parameters()
+            if isinstance(local_part(p), ScaledTensor)
+        ]
+        after = {
+            name: optimizer.state[p]
+            for name, p in prepared.named_parameters()
+            if p in optimizer.state
+        }
         assert after.keys() == before.keys()
         for name, state in after.items():
             assert float(state["step"]) == 3
@@ -172,7 +207,9 @@ def check_states_of_a_stepped_optimizer():
                 assert isinstance(state[moment], DTensor)
                 local = local_part(state[moment])
                 scaled = isinstance(local, ScaledTensor)
-                assert scaled == (spec == "msamp:O2" and (name in layers or before[name][moment].numel() >= 4096))
+                assert scaled == (
+                    spec == "msamp:O2" and (name in layers or before[name][moment].numel() >= 4096)
+                )
                 values, exact = whole(state[moment]), before[name][moment]
                 error = (values - exact).norm() / exact.norm()
                 assert error <= (1 / 16 if scaled else 0), (spec, name, moment, error)
@@ -180,7 +217,8 @@ def check_states_of_a_stepped_optimizer():
 
 
 def check_save_and_resume():
-    """`save_state` and `load_state`, full and sharded: a resumed run is the unbroken one, to the bit."""
+    """`save_state` and `load_state`, full and sharded: a resumed run is the unbroken one, to the
+    bit."""
     full, shards = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
     for spec, kind in (
         *(("native:delayed", full), (GATHERED, shards), ("msamp:O2", full), ("msamp:O4", shards)),
@@ -211,7 +249,12 @@ def check_clipping():
         norm = float(whole(acc.clip_grad_norm_(model.parameters(), exact / 4)))
         clipped = torch.stack([whole(g).double().norm() for g in gradients]).norm().item()
         # FP32 sums
-        assert abs(norm / exact - 1) < 1e-5 and abs(clipped / (exact / 4) - 1) < 1e-5, (spec, norm, exact, clipped)
+        assert abs(norm / exact - 1) < 1e-5 and abs(clipped / (exact / 4) - 1) < 1e-5, (
+            spec,
+            norm,
+            exact,
+            clipped,
+        )
 
 
 def check_precision_policies():
@@ -226,7 +269,10 @@ def check_precision_policies():
 
 def check_activation_checkpointing():
     """Match losses; count recomputed products separately."""
-    for spec in (FP8RecipeKwargs(backend="native:mxfp8", enable_fsdp_float8_all_gather=True), "msamp:O3"):
+    for spec in (
+        FP8RecipeKwargs(backend="native:mxfp8", enable_fsdp_float8_all_gather=True),
+        "msamp:O3",
+    ):
         runs = []
         for checkpointing in (False, True):
             acc = accelerator(spec, activation_checkpointing=checkpointing)
@@ -238,8 +284,8 @@ def check_activation_checkpointing():
 
 
 def check_regional_compilation():
-    """No break of the training, products counted. `matrix_checks.py` compiles whole models. Of one block: Dynamo traces
-    the same code for each."""
+    """No break of the training, products counted. `matrix_checks.py` compiles whole models. Of one
+    block: Dynamo traces the same code for each."""
     torch._dynamo.reset()
     regional = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
     acc = accelerator(GATHERED, compiled=regional)
@@ -250,9 +296,13 @@ def check_regional_compilation():
     assert len(products) == 5 and all(counts["fprop"] for counts in products.values()), products
     # what was compiled for the codes of fprop would read them in dgrad, too
     run = accelerator(
-        FP8RecipeKwargs(backend="native:rowwise", enable_fsdp_float8_all_gather=True), compiled=regional
+        FP8RecipeKwargs(backend="native:rowwise", enable_fsdp_float8_all_gather=True),
+        compiled=regional,
     ).prepare(*new(blocks=1))
-    with pytest.raises(TorchRuntimeError, match="that dgrad reads are not here.*enable_fsdp_float8_all_gather=False"):
+    with pytest.raises(
+        TorchRuntimeError,
+        match="that dgrad reads are not here.*enable_fsdp_float8_all_gather=False",
+    ):
         loss_of(run[0], batches(1)[0])
 
 
@@ -294,7 +344,9 @@ def hybrid_mesh():
     """Return Accelerate's mesh of two replicas of two shards."""
     from accelerate.parallelism_config import ParallelismConfig
 
-    acc = accelerator("msamp:O3", parallelism=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+    acc = accelerator(
+        "msamp:O3", parallelism=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    )
     run = acc.prepare(*new())
     losses = train(acc, *run, 4)
     weight = run[0].mix.weight

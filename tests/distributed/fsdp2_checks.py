@@ -1,4 +1,5 @@
-"""Checks of FSDP2 without Accelerate: `fully_shard`, and this package's `prepare` before and after it."""
+"""Checks of FSDP2 without Accelerate: `fully_shard`, and this package's `prepare` before and after
+it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_training import Traffic
-from fsdp2_training import Net, batches, loss_of, mean, prepared, same_on_all_ranks, shard, train, whole
+from fsdp2_training import (
+    Net,
+    batches,
+    loss_of,
+    mean,
+    prepared,
+    same_on_all_ranks,
+    shard,
+    train,
+    whole,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,7 +51,10 @@ STEPS = 25
 def check_losses():
     """Train on one rank without FSDP2, on several with it. The test compares the figures."""
     sharded = dist.get_world_size() > 1
-    return {name: train(*prepared(spec, rows, sharded, lr=6e-3), STEPS) for name, (spec, rows) in TRAINED.items()}
+    return {
+        name: train(*prepared(spec, rows, sharded, lr=6e-3), STEPS)
+        for name, (spec, rows) in TRAINED.items()
+    }
 
 
 def check_single_layer_model_is_proven():
@@ -51,13 +65,14 @@ def check_single_layer_model_is_proven():
         _, optimizer = fp8_backends.prepare(layer, torch.optim.AdamW(layer.parameters()), spec)
         layer(torch.randn(16, 32)).sum().backward()
         optimizer.step()  # raises without products
-        counts = {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}  # TorchAO makes dgrad for any input
+        # TorchAO makes dgrad for any input
+        counts = {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}
         assert list(fp8_backends.audit(layer, optimizer).products.values()) == [counts]
 
 
 def check_shards_of_scaled_weights():
-    """Store one scale for the whole weight, and shard O3's FP16 master alike; all shards hold rows of the same
-    values."""
+    """Store one scale for the whole weight, and shard O3's FP16 master alike; all shards hold rows
+    of the same values."""
     for level in LEVELS:
         torch.manual_seed(0)
         model = Net()
@@ -75,7 +90,11 @@ def check_shards_of_scaled_weights():
             assert len(parts) == (2 if level == "O3" else 1)
             assert (local.residual is not None) is (level == "O4")
             for part in parts:
-                assert same_on_all_ranks(part.scale_inv) and part.shape == local.shape and part.partial == SHARD
+                assert (
+                    same_on_all_ranks(part.scale_inv)
+                    and part.shape == local.shape
+                    and part.partial == SHARD
+                )
         assert local_part(model.blocks[0].up.weight).shape[0] == (33, 32)[dist.get_rank()]
         assert local_part(model.loudness.weight).shape[0] == (1, 0)[dist.get_rank()]
 
@@ -86,7 +105,9 @@ def check_values_copied_into_shards_get_one_scale():
         model, _ = prepared(f"msamp:{level}")
         with torch.no_grad():
             values = (torch.arange(64 * 64).view(64, 64) // 2) / 512
-            model.mix.weight.copy_(distribute_tensor(values, model.mix.weight.device_mesh, [Shard(0)]))
+            model.mix.weight.copy_(
+                distribute_tensor(values, model.mix.weight.device_mesh, [Shard(0)])
+            )
         local = local_part(model.mix.weight)
         assert not same_on_all_ranks(local.scale_inv)
         loss_of(model, batches(1)[0])
@@ -106,8 +127,8 @@ def _relative(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def check_gradients_match_whole_batch():
-    """A gradient is rounded to E4M3 twice, on the wire and at rest: 0.026 each, 0.037 together. Both sides have the
-    same FP8 products, except for the amax of half a batch or of a whole one."""
+    """A gradient is rounded to E4M3 twice, on the wire and at rest: 0.026 each, 0.037 together.
+    Both sides have the same FP8 products, except for the amax of half a batch or of a whole one."""
     figures = {}
     for level in LEVELS:
         model, _ = prepared(f"msamp:{level}")
@@ -116,7 +137,9 @@ def check_gradients_match_whole_batch():
         exact = _gradients(plain, batches(1)[0])
         for name, gradient in gradients.items():
             stored_in_fp8 = isinstance(local_part(gradient), ScaledTensor)
-            assert stored_in_fp8 == isinstance(local_part(dict(model.named_parameters())[name]), ScaledTensor)
+            assert stored_in_fp8 == isinstance(
+                local_part(dict(model.named_parameters())[name]), ScaledTensor
+            )
             if stored_in_fp8:
                 assert local_part(gradient).codes.dtype == torch.float8_e4m3fn
             error = _relative(whole(gradient), whole(exact[name]))
@@ -128,7 +151,8 @@ def check_gradients_match_whole_batch():
 
 
 def check_gradients_free_the_unit_buffer():
-    """A bias's view of the FP32 buffer would keep the gradients of all weights in the unit alive."""
+    """A bias's view of the FP32 buffer would keep the gradients of all weights in the unit
+    alive."""
     model, _ = prepared("msamp:O2")
     for name, gradient in _gradients(model, batches(1)[0]).items():
         local = local_part(gradient)
@@ -137,12 +161,15 @@ def check_gradients_free_the_unit_buffer():
 
 
 def check_preparing_again():
-    """Install hooks once, and only on the shards, even while FSDP2 keeps the root gathered after a forward."""
+    """Install hooks once, and only on the shards, even while FSDP2 keeps the root gathered after a
+    forward."""
     model, optimizer = prepared("msamp:O2")
     with torch.no_grad():
         loss_of(model, batches(1)[0])
     fp8_backends.prepare(model, optimizer, "msamp:O2")
-    assert {len(p._post_accumulate_grad_hooks or ()) for p in model.parameters() if p.requires_grad} == {1}
+    assert {
+        len(p._post_accumulate_grad_hooks or ()) for p in model.parameters() if p.requires_grad
+    } == {1}
     train(model, optimizer, 1)
     loss_of(model, batches(1)[0])  # gathers again
     model.unshard()
@@ -159,12 +186,15 @@ def check_requested_reduction_is_applied():
                 module.set_gradient_divide_factor(factor)
         gradient = whole(_gradients(model, batches(1)[0])["mix.weight"])
         averaged = gradient if averaged is None else averaged
-        assert torch.allclose(gradient, averaged * (dist.get_world_size() / (factor or dist.get_world_size())))
+        assert torch.allclose(
+            gradient, averaged * (dist.get_world_size() / (factor or dist.get_world_size()))
+        )
 
 
 def check_microbatches():
-    """Four microbatches equal one batch of them all, reduced each or only at the end. Equal microbatches give equal
-    amaxes of FP8 products, and only E4M3 on the wire and at rest differs, on both sides: 0.026 each."""
+    """Four microbatches equal one batch of them all, reduced each or only at the end. Equal
+    microbatches give equal amaxes of FP8 products, and only E4M3 on the wire and at rest differs,
+    on both sides: 0.026 each."""
     ids = batches(1) * 4
     model, _ = prepared("msamp:O2")
     exact = _gradients(model, torch.cat(ids))
@@ -215,16 +245,24 @@ def _traffic_of_a_step(spec) -> Traffic:
 
 
 def check_bytes_on_the_wire():
-    """Count bytes at the collectives, of a forward and a backward. Groups of only FP8 work on gloo."""
+    """Count bytes at the collectives, of a forward and a backward. Groups of only FP8 work on
+    gloo."""
     plain = _traffic_of_a_step(None)
     shares = {}
-    for name, spec in {**{level: f"msamp:{level}" for level in LEVELS}, "ao": GATHERED_BY_AO}.items():
+    for name, spec in {
+        **{level: f"msamp:{level}" for level in LEVELS},
+        "ao": GATHERED_BY_AO,
+    }.items():
         counted = _traffic_of_a_step(spec)
         shares[name] = counted.bytes("all_gather") / plain.bytes("all_gather")
         assert shares[name] <= 0.51, shares
         if name != "ao":  # its gradients travel as FSDP2 has it
-            shares[f"{name} gradients"] = counted.bytes("all_to_all") / plain.bytes("reduce_scatter")
-            assert shares[f"{name} gradients"] <= 0.51 and not counted.count("reduce_scatter"), shares
+            shares[f"{name} gradients"] = counted.bytes("all_to_all") / plain.bytes(
+                "reduce_scatter"
+            )
+            assert shares[f"{name} gradients"] <= 0.51 and not counted.count("reduce_scatter"), (
+                shares
+            )
     return shares
 
 
@@ -235,7 +273,8 @@ def check_plain_gradients_on_request():
 
 
 def check_unsupported_torch_is_named():
-    """The reduce-scatter's base class is private to torch: without it FP8 gradients are refused, plain ones not."""
+    """The reduce-scatter's base class is private to torch: without it FP8 gradients are refused,
+    plain ones not."""
     base = fsdp_api.ReduceScatter
     fsdp2._reduce_scatter_class.cache_clear()
     try:
@@ -256,7 +295,10 @@ def check_state_dicts_are_plain():
     for level in LEVELS:
         model, optimizer = prepared(f"msamp:{level}")
         train(model, optimizer, 2)
-        with pytest.raises(FP8BackendError, match="get_state_dict"), fp8_backends.checkpoints.plain_weights(model):
+        with (
+            pytest.raises(FP8BackendError, match="get_state_dict"),
+            fp8_backends.checkpoints.plain_weights(model),
+        ):
             pass
         saved = model.state_dict()
         assert all(not isinstance(local_part(value), ScaledTensor) for value in saved.values())
@@ -287,7 +329,9 @@ def check_loading_after_a_forward():
     with torch.no_grad():
         loss_of(other, batches(1)[0])
     other.load_state_dict(saved)
-    assert all(torch.equal(whole(value), whole(saved[name])) for name, value in other.state_dict().items())
+    assert all(
+        torch.equal(whole(value), whole(saved[name])) for name, value in other.state_dict().items()
+    )
 
 
 def check_frozen_and_tied_weights_are_kept():
@@ -321,7 +365,9 @@ def check_weights_sharded_too_early_are_refused_by_name():
             assert text in str(error) and "weight" in str(error), error
         else:
             raise AssertionError(spec)
-        assert not any("FP8" in type(module).__name__ for module in model.modules()), "nothing has changed"
+        assert not any("FP8" in type(module).__name__ for module in model.modules()), (
+            "nothing has changed"
+        )
     unsharded, _ = prepared(GATHERED_BY_AO, 80, sharded=False)
     try:
         loss_of(unsharded, batches(1)[0])
@@ -381,7 +427,9 @@ def read_checkpoints():
         weights, states = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": states}
         dcp.load(saved, checkpoint_id=FOLDER / level)
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+        )
         for name, value in model.state_dict().items():
             assert torch.equal(whole(value), whole(saved["model"][name])), name
         losses[level] = train(model, optimizer, 4, seed=1)

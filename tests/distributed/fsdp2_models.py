@@ -37,8 +37,8 @@ SAGEMAKER = {"fp8_format": "HYBRID", "amax_history_len": 32, "amax_compute_algo"
 """The guide's recipe, for delayed scales."""
 STEPS = 6
 LARGEST_GAP = 2e-3
-"""Relative to losses of one process in FP32: rounding to FP8 and bf16 gives 8e-4, a block without training 4e-3 or
-more, gradients of only one rank 2e-2."""
+"""Relative to losses of one process in FP32: rounding to FP8 and bf16 gives 8e-4, a block without
+training 4e-3 or more, gradients of only one rank 2e-2."""
 
 
 class Mixing(nn.Module):
@@ -57,14 +57,19 @@ class Unusual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.mixing, self.narrow, self.widen = Mixing(width), nn.Linear(width, 20), nn.Linear(20, width)
+        self.mixing, self.narrow, self.widen = (
+            Mixing(width),
+            nn.Linear(width, 20),
+            nn.Linear(20, width),
+        )
 
     def forward(self, x):
         return x + self.mixing(x) + self.widen(self.narrow(x))
 
 
 def build(name: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a tiny model with unusual layers behind the second norm of each block, and its optimizer."""
+    """Return a tiny model with unusual layers behind the second norm of each block, and its
+    optimizer."""
     model = architectures.build(name, seed=seed)
     for block in [module for module in model.modules() if type(module).__name__ == UNITS[name]]:
         norm = block.post_attention_layernorm
@@ -72,7 +77,9 @@ def build(name: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def train(model: nn.Module, optimizer, backward: Callable, inputs: dict[str, torch.Tensor]) -> list[float]:
+def train(
+    model: nn.Module, optimizer, backward: Callable, inputs: dict[str, torch.Tensor]
+) -> list[float]:
     losses = []
     for _ in range(STEPS):
         loss = architectures.loss_of(model, inputs)
@@ -90,11 +97,14 @@ def losses_of_one_process(name: str) -> list[float]:
 
 
 def record_precisions(model: nn.Module) -> dict[str, set[torch.dtype]]:
-    """Return a dictionary for the dtypes of each module's input, own Parameters and output in later forwards."""
+    """Return a dictionary for the dtypes of each module's input, own Parameters and output in later
+    forwards."""
     found: dict[str, set[torch.dtype]] = {}
 
     def before(name: str, module: nn.Module, inputs: tuple) -> None:
-        found.setdefault(name, set()).update(x.dtype for x in (*inputs, *module.parameters(recurse=False)))
+        found.setdefault(name, set()).update(
+            x.dtype for x in (*inputs, *module.parameters(recurse=False))
+        )
 
     def after(name: str, module: nn.Module, inputs: tuple, output) -> None:
         found[name].add((output[0] if isinstance(output, tuple) else output).dtype)
@@ -107,34 +117,54 @@ def record_precisions(model: nn.Module) -> dict[str, set[torch.dtype]]:
 
 
 def check_model(accelerator: Callable, name: str, backend: str) -> dict:
-    """FP8 is proven in all layers that support it. The others run in the policy's dtype, and are named. RoPE's buffers
-    keep FP32. Losses fall as on one process. Only the first rank has the initial weights."""
+    """FP8 is proven in all layers that support it. The others run in the policy's dtype, and are
+    named. RoPE's buffers keep FP32. Losses fall as on one process. Only the first rank has the
+    initial weights."""
     compute, reduced = POLICIES[backend]
     acc = accelerator(
-        fp8_backends.FP8RecipeKwargs(backend=backend, **(SAGEMAKER if ":delayed" in backend else {})),
+        fp8_backends.FP8RecipeKwargs(
+            backend=backend, **(SAGEMAKER if ":delayed" in backend else {})
+        ),
         mixed_precision_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced),
         transformer_cls_names_to_wrap=[UNITS[name]],
         cpu_ram_efficient_loading=True,
     )
     model, optimizer = acc.prepare(*build(name, seed=dist.get_rank()))
     precisions, inputs = record_precisions(model), architectures.batch(name, rows=8)
-    losses = train(model, optimizer, acc.backward, {key: rows[dist.get_rank() :: 2] for key, rows in inputs.items()})
+    losses = train(
+        model,
+        optimizer,
+        acc.backward,
+        {key: rows[dist.get_rank() :: 2] for key, rows in inputs.items()},
+    )
 
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     audit = fp8_backends.audit(model, optimizer.optimizer)
     for layer, counts in audit.products.items():
         made = {counts[kind] for kind in ("fprop", "dgrad", "wgrad")}
         assert 0 not in made if backend.startswith("te") else made == {STEPS}, (layer, counts)
-    weights = [key for key, parameter in model.named_parameters() if parameter.dim() > 1 and "embed" not in key]
+    weights = [
+        key
+        for key, parameter in model.named_parameters()
+        if parameter.dim() > 1 and "embed" not in key
+    ]
     layers = {key.removesuffix(".weight"): key for key in (*audit.products, *audit.high_precision)}
     assert set(layers) == {key.removesuffix(".weight") for key in weights}
-    unfit = ("lm_head", "mixing", "gate", *(("narrow", "widen") if backend.startswith("te") else ()))
+    unfit = (
+        "lm_head",
+        "mixing",
+        "gate",
+        *(("narrow", "widen") if backend.startswith("te") else ()),
+    )
     assert {layers[key] for key in layers if key.endswith(unfit)} == set(audit.high_precision)
     for layer in audit.high_precision:
         assert precisions[layer.removesuffix(".weight")] == {compute}, (layer, precisions)
     for key, buffer in build(name)[0].named_buffers():
         assert buffer.dtype == torch.float32 and torch.equal(buffer, model.get_buffer(key)), key
-    gaps = [abs(loss / expected - 1) for loss, expected in zip(losses, losses_of_one_process(name), strict=True)]
+    gaps = [
+        abs(loss / expected - 1)
+        for loss, expected in zip(losses, losses_of_one_process(name), strict=True)
+    ]
     assert losses[-1] < losses[0] - 0.2 and max(gaps) < LARGEST_GAP, (losses, gaps)
     return {"losses": losses, "gap": max(gaps)}
 

@@ -18,7 +18,11 @@ class Block(nn.Module):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, rows), nn.Linear(rows, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, rows),
+            nn.Linear(rows, WIDTH),
+        )
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -78,7 +82,8 @@ def prepared(spec, rows: int = 65, sharded: bool = True, lr: float = 3e-3, **opt
 
 
 def batches(count: int, seed: int = 0) -> list[torch.Tensor]:
-    """Return this rank's share of ids [8, 17] from a simple rule: the next token is the last plus three."""
+    """Return this rank's share of ids [8, 17] from a simple rule: the next token is the last plus
+    three."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, 64, (count, 8), generator=generator)
     ids = (starts.unsqueeze(-1) + 3 * torch.arange(17)) % 64

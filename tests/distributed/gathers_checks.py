@@ -43,9 +43,13 @@ def assert_same(runs: list[tuple[list[float], dict[str, torch.Tensor]]]) -> None
 
 
 def check_training_matches_plain_gathers_bitwise():
-    """Include uneven and empty shards, evaluation in between, and units left gathered after forward."""
+    """Include uneven and empty shards, evaluation in between, and units left gathered after
+    forward."""
     stays_gathered = {"reshard_after_forward": False}
-    for spec, options in (*((spec, {}) for spec in SPECS), *((spec, stays_gathered) for spec in SPECS[1:4:2])):
+    for spec, options in (
+        *((spec, {}) for spec in SPECS),
+        *((spec, stays_gathered) for spec in SPECS[1:4:2]),
+    ):
         runs = []
         for model, optimizer in both(spec, **options):
             losses = train(model, optimizer, 1)
@@ -63,7 +67,10 @@ def check_rank_without_tokens():
     for spec in ("native:rowwise", "msamp:O2"):
         runs = []
         for model, optimizer in both(spec):
-            losses, ids = train(model, optimizer, 1), batches(1)[0][: 0 if dist.get_rank() else None]
+            losses, ids = (
+                train(model, optimizer, 1),
+                batches(1)[0][: 0 if dist.get_rank() else None],
+            )
             loss = model(ids[:, :-1]).float().square().sum()
             loss.backward()
             optimizer.step()
@@ -72,7 +79,8 @@ def check_rank_without_tokens():
 
 
 def check_untracked_writes_to_weights():
-    """Write through `.data`, where an outdated amax would clip new values; and load a state dict in between."""
+    """Write through `.data`, where an outdated amax would clip new values; and load a state dict in
+    between."""
     runs = []
     for model, optimizer in both("native:rowwise"):
         losses = train(model, optimizer, 1)
@@ -88,8 +96,8 @@ def check_untracked_writes_to_weights():
 
 
 def check_prefetched_gathers():
-    """Gather before the forward that reads the weights, before scales roll, and before a layer switches to
-    evaluation."""
+    """Gather before the forward that reads the weights, before scales roll, and before a layer
+    switches to evaluation."""
     runs = []
     for model, optimizer in both("native:delayed"):
         first = model.blocks[0]
@@ -113,7 +121,9 @@ def check_gathered_tensors():
         held = sorted(seen[-1].parts)
         assert isinstance(seen[-1], GatheredCodes) and model.embedding.weight.dtype == torch.float32
         loss.backward()
-        assert sorted(seen[-1].parts) == ([name.replace("fprop", "dgrad") for name in held] if "row" in spec else held)
+        assert sorted(seen[-1].parts) == (
+            [name.replace("fprop", "dgrad") for name in held] if "row" in spec else held
+        )
         loss_of(model.eval(), batches(1)[0])
         assert not isinstance(seen[-1], GatheredCodes)
 
@@ -148,8 +158,8 @@ def counted_reductions():
 
 
 def check_bytes_on_the_wire():
-    """Count a forward and a backward, each gathering every weight once: the bytes of gathers, and with synchronization,
-    relative to FP32."""
+    """Count a forward and a backward, each gathering every weight once: the bytes of gathers, and
+    with synchronization, relative to FP32."""
     shares = {}
     for spec in SPECS:
         model = _Stack(256)
@@ -166,14 +176,19 @@ def check_bytes_on_the_wire():
         fp32 = 2 * 2 * 256 * 256 * 4 // dist.get_world_size()
         gathered = counted.bytes("all_gather")
         shares[spec] = round(gathered / fp32, 4), round((gathered + of_amaxes) / fp32, 4)
-        assert counted.count("all_gather") == 4 and shares[spec][0] == 0.25 and shares[spec][1] <= 0.27, shares
+        assert (
+            counted.count("all_gather") == 4 and shares[spec][0] == 0.25 and shares[spec][1] <= 0.27
+        ), shares
     return shares
 
 
 def check_experts():
-    """Test two experts in three uneven shards, one expert with an empty shard, both orientations, and sizes not
-    divisible by a block. A checkpointed one gathers both codes for backward."""
-    shares = {spec: _share_of_experts(spec, ("mixtral", "gpt_oss")[i % 2], 3) for i, spec in enumerate(SPECS)}
+    """Test two experts in three uneven shards, one expert with an empty shard, both orientations,
+    and sizes not divisible by a block. A checkpointed one gathers both codes for backward."""
+    shares = {
+        spec: _share_of_experts(spec, ("mixtral", "gpt_oss")[i % 2], 3)
+        for i, spec in enumerate(SPECS)
+    }
     assert all(share == (0.5 if "O" in spec else 0.25) for spec, share in shares.items()), shares
     shares["one expert"] = _share_of_experts("native:rowwise", "mixtral", 1, checkpointed=True)
     assert shares["one expert"] == 0.375
@@ -188,9 +203,13 @@ def _share_of_experts(spec: str, family: str, number: int, checkpointed: bool = 
         root = make_experts(family, num_local_experts=number, intermediate_size=40)
         fp8_backends.prepare(root, None, recipe)
         fully_shard(root.experts, reshard_after_forward=True)
-        _, optimizer = fp8_backends.prepare(root, torch.optim.AdamW(root.parameters(), lr=1e-2), recipe)
+        _, optimizer = fp8_backends.prepare(
+            root, torch.optim.AdamW(root.parameters(), lr=1e-2), recipe
+        )
         if checkpointed:
-            root.experts.forward = functools.partial(checkpoint, root.experts.forward, use_reentrant=False)
+            root.experts.forward = functools.partial(
+                checkpoint, root.experts.forward, use_reentrant=False
+            )
         losses = []
         for step in range(2):
             hidden, chosen, shares = routed(24, seed=2 * step + dist.get_rank(), experts=number)
@@ -207,7 +226,11 @@ def _share_of_experts(spec: str, family: str, number: int, checkpointed: bool = 
         fp8_backends.restore(root)  # and gather weights as they are stored again
         losses.append(root.experts(hidden, chosen, shares).sum().item())
         runs.append((losses, weights(root)))
-        biases = sum(-(-number // 2) * each.shape[1:].numel() for each in root.parameters() if each.dim() == 2)
+        biases = sum(
+            -(-number // 2) * each.shape[1:].numel()
+            for each in root.parameters()
+            if each.dim() == 2
+        )
         gathered.append(counted.bytes("all_gather") - 2 * 4 * biases)
     assert_same(runs)
     return round(gathered[1] / gathered[0], 4)
@@ -221,7 +244,9 @@ def check_accumulation_and_checkpointing():
             losses = []
             for i, ids in enumerate(batches(4)):
                 model.set_requires_gradient_sync(i % 2 == 1)
-                loss = checkpoint(lambda ids, model=model: loss_of(model, ids), ids, use_reentrant=False)
+                loss = checkpoint(
+                    lambda ids, model=model: loss_of(model, ids), ids, use_reentrant=False
+                )
                 loss.backward()
                 losses.append(loss.item())
                 if i % 2:
@@ -237,13 +262,17 @@ def check_checkpointed_blocks():
         runs = []
         for model, optimizer in both("native:mxfp8"):
             for block in model.blocks:
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
+                block.forward = functools.partial(
+                    checkpoint, block.forward, use_reentrant=reentrant
+                )
             runs.append((train(model, optimizer, 2), weights(model)))
         assert_same(runs)
 
 
 def check_backward_on_other_weights_is_refused_by_name():
-    model, _ = prepared(FP8RecipeKwargs(backend="native:rowwise", enable_fsdp_float8_all_gather=True))
+    model, _ = prepared(
+        FP8RecipeKwargs(backend="native:rowwise", enable_fsdp_float8_all_gather=True)
+    )
     loss = loss_of(model, batches(1)[0])
     model.eval()
     loss_of(model, batches(1)[0])  # with a graph: its backward finds weights as they are stored

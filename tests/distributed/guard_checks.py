@@ -1,4 +1,5 @@
-"""Test the guard on real ranks: all ranks decide on a fault of one, and diverged replicas are named."""
+"""Test the guard on real ranks: all ranks decide on a fault of one, and diverged replicas are
+named."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ guard.COMPARED_EVERY = 2
 
 def training(backend: str, shard: bool = False, **fields):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
+    model = nn.Sequential(
+        nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16)
+    )
     recipe = fp8_backends.FP8RecipeKwargs(backend=backend, guard="skip", **fields)
     fp8_backends.prepare(model, None, recipe)
     model = fully_shard(model) if shard else DistributedDataParallel(model)
@@ -94,7 +97,9 @@ def check_fsdp2_sums_statistics_of_shards():
         if dist.get_rank() == 1:
             spoiled[0, 0] = float("nan")
         step(model, optimizer, spoiled)
-        assert all(torch.equal(a, local_part(b)) for a, b in zip(before, model.parameters(), strict=True))
+        assert all(
+            torch.equal(a, local_part(b)) for a, b in zip(before, model.parameters(), strict=True)
+        )
         (found,) = {tuple(each) for each in on_all_ranks(kinds(optimizer))}
         assert found == ((4, "gradient"),)
         assert guard.faults(optimizer)[0].where[0] == "4.bias"
@@ -112,7 +117,9 @@ def check_non_finite_parameter_of_one_rank_stops_all_ranks():
         step(model, optimizer)
         if dist.get_rank() == 1:
             layer, _, name = place.partition(".")
-            weight = local_part(getattr((model if shard else model.module)[int(layer)], name).detach())
+            weight = local_part(
+                getattr((model if shard else model.module)[int(layer)], name).detach()
+            )
             (weight.scale_inv if isinstance(weight, ScaledTensor) else weight).fill_(float("nan"))
         with pytest.raises(
             FP8BackendError, match=f"step 2: parameter in {place}: an inf or a NaN in 1 tensor"

@@ -51,11 +51,18 @@ def _own_rows() -> slice:
 
 def check_ddp():
     _, alone, _ = _losses(fused_head=True)
-    for backend, unused in (("native:dynamic", False), ("native:dynamic", True), ("msamp:O2", False)):
+    for backend, unused in (
+        ("native:dynamic", False),
+        ("native:dynamic", True),
+        ("msamp:O2", False),
+    ):
         wrap = functools.partial(DistributedDataParallel, find_unused_parameters=unused)
         model, losses, logits = _losses(wrap, _own_rows(), backend, fused_head=True)
         assert logits is DeferredLogits and losses[-1] < losses[0] - 0.2, losses
-        assert max(abs(a - b) for a, b in zip(losses, alone, strict=True)) < LARGEST_GAP, (losses, alone)
+        assert max(abs(a - b) for a, b in zip(losses, alone, strict=True)) < LARGEST_GAP, (
+            losses,
+            alone,
+        )
         assert all(same_on_all_ranks(value) for value in model.state_dict().values())
 
 

@@ -1,4 +1,5 @@
-"""Run every backend under every engine: trained, or refused by name. The page `tables.rst` shows it."""
+"""Run every backend under every engine: trained, or refused by name. The page `tables.rst` shows
+it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ BACKENDS = (
     "msamp:O3",
     "msamp:O4",
 )
-TE_BACKENDS = ("te:delayed", "te:dynamic", "te:delayed+msamp:O1", "te:delayed+msamp:O2", "te:delayed+msamp:O3")
+TE_BACKENDS = (
+    "te:delayed",
+    "te:dynamic",
+    "te:delayed+msamp:O1",
+    "te:delayed+msamp:O2",
+    "te:delayed+msamp:O3",
+)
 """Run by `tests/te`, over a stand-in for TransformerEngine's kernels."""
 ABILITIES = ("save", "resume", "clip", "accumulate", "compile")
 
@@ -39,10 +46,11 @@ class Engine(NamedTuple):
     """Describe a column of the guide's table."""
 
     compiled: tuple[str, ...] = ()
-    """Backends that are compiled through Accelerate, one of each kind: compiling takes longest. The layer of every
-    native scaling is compiled in `compute/test_native_training.py` and `compute/test_scaled_weights.py`, of every level
-    in `states/test_level_compile.py`, `compute/test_compiled_orders.py` and `convert/test_conv1d.py`;
-    `deepspeed_checks.py` has native under ZeRO-3."""
+    """Backends that are compiled through Accelerate, one of each kind: compiling takes longest. The
+    layer of every native scaling is compiled in `compute/test_native_training.py` and
+    `compute/test_scaled_weights.py`, of every level in `states/test_level_compile.py`,
+    `compute/test_compiled_orders.py` and `convert/test_conv1d.py`; `deepspeed_checks.py` has native
+    under ZeRO-3."""
     run: tuple[str, ...] | None = None
     """Backends under test, one of each kind, for engines that treat all others alike; None: all."""
     splits_rows: bool = True
@@ -51,7 +59,8 @@ class Engine(NamedTuple):
     """Content of a working cell, in the guide's word."""
 
     def cell(self, backend: str) -> str:
-        """Return the abilities of a backend under test; in parentheses if another of its kind represents it."""
+        """Return the abilities of a backend under test; in parentheses if another of its kind
+        represents it."""
         if self.run is None or backend in self.run:
             return self.abilities
         return f"({self.abilities})"
@@ -75,7 +84,9 @@ ENGINES = {
     "ZeRO-3": Engine(("native:dynamic", "ao:tensorwise")),
     "ring": Engine(run=_KINDS, splits_rows=False),
     "Ulysses": Engine(run=("native:delayed", "msamp:O2", "te:delayed"), splits_rows=False),
-    split_models.PIPELINE: Engine(run=(*_KINDS[:3], "te:dynamic"), splits_rows=False, abilities="trains"),
+    split_models.PIPELINE: Engine(
+        run=(*_KINDS[:3], "te:dynamic"), splits_rows=False, abilities="trains"
+    ),
     "TP": Engine(run=(*_KINDS, "msamp:O3", "native:nvfp4"), splits_rows=False),
     "TPxDP": Engine(run=("native:delayed", "msamp:O2")),
 }
@@ -100,24 +111,33 @@ def refusal(backend: str, engine: str, ability: str) -> str | None:
 
 def in_the_default_run(backend: str, engine: str) -> bool:
     """Choose the cells of one kind each; `deepspeed_checks.py` has the other stages."""
-    return ENGINES[engine].run is not None or (backend in _DEFAULT and engine not in ("ZeRO-1", "ZeRO-2"))
+    return ENGINES[engine].run is not None or (
+        backend in _DEFAULT and engine not in ("ZeRO-1", "ZeRO-2")
+    )
 
 
 def compiled_in_the_default_run(backend: str, engine: str) -> bool:
-    return engine == "single" or (engine in ("DDP", "FSDP2") and backend in ("native:delayed", "msamp:O4"))
+    return engine == "single" or (
+        engine in ("DDP", "FSDP2") and backend in ("native:delayed", "msamp:O4")
+    )
 
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    """Map token ids [batch, length] to logits [batch, length, 64]: embedding, a block, a head without bias."""
+    """Map token ids [batch, length] to logits [batch, length, 64]: embedding, a block, a head
+    without bias."""
 
     _no_split_modules = ["Block"]  # noqa: RUF012, transformers' name for what FSDP wraps
 
@@ -143,8 +163,8 @@ def layers_of(engine: str) -> int:
 
 
 def batches(count: int, rank: int, ranks: int) -> list[torch.Tensor]:
-    """Return this rank's share of `count` microbatches of 8 rows from a simple rule: the next token is the last plus
-    three."""
+    """Return this rank's share of `count` microbatches of 8 rows from a simple rule: the next token
+    is the last plus three."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(0, 64, (count, 8), generator=generator)
     ids = (starts.unsqueeze(-1) + 3 * torch.arange(17)) % 64
@@ -152,14 +172,18 @@ def batches(count: int, rank: int, ranks: int) -> list[torch.Tensor]:
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
+    return nn.functional.cross_entropy(
+        model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten()
+    )
 
 
 def rows_of(engine: str) -> list[torch.Tensor]:
     """This rank's microbatches under an engine."""
     if engine == "TPxDP":  # ranks with shared layers share rows
         return batches(12, dist.get_rank() // 2, dist.get_world_size() // 2)
-    return batches(12, *((dist.get_rank(), dist.get_world_size()) if ENGINES[engine].splits_rows else (0, 1)))
+    return batches(
+        12, *((dist.get_rank(), dist.get_world_size()) if ENGINES[engine].splits_rows else (0, 1))
+    )
 
 
 @contextlib.contextmanager
@@ -189,7 +213,10 @@ def prepared(backend: str, engine: str, compiled: bool = False):
     try:
         accelerator = Accelerator(
             mixed_precision="fp8",
-            kwargs_handlers=[fp8_backends.FP8RecipeKwargs(backend=backend), *arguments.pop("kwargs_handlers", ())],
+            kwargs_handlers=[
+                fp8_backends.FP8RecipeKwargs(backend=backend),
+                *arguments.pop("kwargs_handlers", ()),
+            ],
             gradient_accumulation_steps=MICROBATCHES,
             dynamo_backend="aot_eager" if compiled else None,
             **arguments,
@@ -217,7 +244,10 @@ def train(accelerator, model, optimizer, data, engine: str) -> list[float]:
     """Return one loss per microbatch; clip at every step."""
     losses = []
     for ids in data:
-        with accelerator.accumulate(model), loss_on_this_rank(accelerator, model, engine, ids) as loss:
+        with (
+            accelerator.accumulate(model),
+            loss_on_this_rank(accelerator, model, engine, ids) as loss,
+        ):
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 check_clip(accelerator, model)
@@ -256,7 +286,9 @@ def check_cell(backend: str, engine: str) -> dict:
         before = plain_state_dict(accelerator, model)
         losses = train(accelerator, model, optimizer, data[:1], engine)
         after_one = plain_state_dict(accelerator, model)
-        assert all(torch.equal(after_one[name], before[name]) for name in before), "a step before its time"
+        assert all(torch.equal(after_one[name], before[name]) for name in before), (
+            "a step before its time"
+        )
         losses += train(accelerator, model, optimizer, data[1:8], engine)
         assert losses[-1] < losses[0], losses
 
@@ -265,7 +297,11 @@ def check_cell(backend: str, engine: str) -> dict:
         if backend.startswith(("ao", "te")):  # counted on one profiled step
             assert all(count["fprop"] and count["dgrad"] for count in products.values()), products
         else:
-            assert all(count[kind] >= 8 for count in products.values() for kind in ("fprop", "dgrad", "wgrad"))
+            assert all(
+                count[kind] >= 8
+                for count in products.values()
+                for kind in ("fprop", "dgrad", "wgrad")
+            )
 
         if engine in split_models.ENGINES:
             check_equal_on_all_ranks(model)
@@ -298,7 +334,8 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
 
 
 def check_equal_to_one_process(engine: str, losses: list[float]) -> None:
-    """Compare the mean over ranks with the loss of whole sequences in FP32 on this process, up to FP8 rounding."""
+    """Compare the mean over ranks with the loss of whole sequences in FP32 on this process, up to
+    FP8 rounding."""
     means = torch.tensor(losses)
     dist.all_reduce(means)
     means /= dist.get_world_size()
@@ -320,13 +357,16 @@ def check_equal_to_one_process(engine: str, losses: list[float]) -> None:
 
 
 def check_pipeline(backend: str) -> dict:
-    """Compare both schedules of `torch.distributed.pipelining` with one process, bitwise if scales are independent of
-    the order of microbatches."""
+    """Compare both schedules of `torch.distributed.pipelining` with one process, bitwise if scales
+    are independent of the order of microbatches."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
     def stages() -> list[nn.Module]:
         torch.manual_seed(0)
-        return [split_models.FirstStage(Block(split_models.WIDTH)), split_models.LastStage(Block(split_models.WIDTH))]
+        return [
+            split_models.FirstStage(Block(split_models.WIDTH)),
+            split_models.LastStage(Block(split_models.WIDTH)),
+        ]
 
     if backend.startswith("te"):
         split_models.forget_amaxes()
@@ -336,12 +376,17 @@ def check_pipeline(backend: str) -> dict:
         stage = stages()[dist.get_rank()]
         losses = split_models.losses_of_a_pipeline(stage, backend, schedule, data)
         if ":delayed" in backend and schedule is Schedule1F1B:
-            assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=2e-3), (losses, expected)
+            assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=2e-3), (
+                losses,
+                expected,
+            )
         else:
             assert losses == expected, (schedule, losses, expected)
         products = counts_of(stage)
         assert len(products) == 2, products
-        assert all(count[kind] for count in products.values() for kind in ("fprop", "dgrad", "wgrad")), products
+        assert all(
+            count[kind] for count in products.values() for kind in ("fprop", "dgrad", "wgrad")
+        ), products
     return {"losses": losses}
 
 
@@ -350,8 +395,9 @@ EAGER: dict[tuple[str, str], list[float]] = {}
 
 
 def check_losses_over_a_mesh_match_one_process() -> dict:
-    """Cut layers over each of two pairs of ranks, and shard the parts over the pairs by FSDP2. All see one batch, so
-    dynamic scales match one process, and so do losses in FP32, up to the order of sums."""
+    """Cut layers over each of two pairs of ranks, and shard the parts over the pairs by FSDP2. All
+    see one batch, so dynamic scales match one process, and so do losses in FP32, up to the order of
+    sums."""
     from engines import cut_layers
 
     import fp8_backends
@@ -378,7 +424,9 @@ def check_losses_over_a_mesh_match_one_process() -> dict:
             optimizer.zero_grad()
             losses[-1].append(loss.item())
     one, found = losses
-    assert all(abs(loss / expected - 1) < 2e-7 for loss, expected in zip(found, one, strict=True)), losses
+    assert all(
+        abs(loss / expected - 1) < 2e-7 for loss, expected in zip(found, one, strict=True)
+    ), losses
     return {"losses": found}
 
 
@@ -390,7 +438,9 @@ def check_compile(backend: str, engine: str) -> dict:
         compiled = train(accelerator, model, optimizer, data, engine)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         products = counts_of(accelerator.unwrap_model(model))
-        assert len(products) == layers_of(engine) and all(count["fprop"] for count in products.values()), products
+        assert len(products) == layers_of(engine) and all(
+            count["fprop"] for count in products.values()
+        ), products
     # bf16 intermediate results are rounded in other places
     assert torch.allclose(torch.tensor(eager), torch.tensor(compiled), rtol=2e-2), (eager, compiled)
     return {"eager": eager, "compiled": compiled}
@@ -406,7 +456,9 @@ def check_refused(backend: str, engine: str, message: str) -> None:
         raise AssertionError(f"{backend} under {engine} was not refused")
 
 
-def checks(backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOLE, nightly: bool = True) -> dict:
+def checks(
+    backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOLE, nightly: bool = True
+) -> dict:
     """Return name -> function for every cell of the default or the nightly run."""
     made = {}
     for engine in engines:
@@ -423,6 +475,8 @@ def checks(backends: tuple[str, ...] = BACKENDS, engines: tuple[str, ...] = WHOL
                 made[name] = lambda b=backend: check_pipeline(b)
             else:
                 made[name] = lambda b=backend, e=engine: check_cell(b, e)
-                if backend in column.compiled and (nightly or compiled_in_the_default_run(backend, engine)):
+                if backend in column.compiled and (
+                    nightly or compiled_in_the_default_run(backend, engine)
+                ):
                     made[f"{name}_compiled"] = lambda b=backend, e=engine: check_compile(b, e)
     return made

@@ -34,7 +34,9 @@ def trained(spec, sharded, every):
         fields["monitor_file"] = os.path.join(folder, "file")
         fp8_backends.prepare(model, None, fields)
         wrapped = fully_shard(model) if sharded else DistributedDataParallel(model)
-        _, optimizer = fp8_backends.prepare(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-3), fields)
+        _, optimizer = fp8_backends.prepare(
+            wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-3), fields
+        )
         generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
         for _ in range(4):
             x = torch.randn(32, 64, generator=generator)
@@ -44,7 +46,9 @@ def trained(spec, sharded, every):
             optimizer.zero_grad()
             losses.append(loss.item())
         file = Path(fields["monitor_file"])
-        return losses, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else None
+        return losses, [
+            json.loads(line) for line in file.read_text().splitlines()
+        ] if file.exists() else None
 
 
 def same_losses_and_one_writer(spec, sharded, stored=()):
@@ -58,7 +62,9 @@ def same_losses_and_one_writer(spec, sharded, stored=()):
     expected = SIZES | dict.fromkeys(stored, shard)
     if sharded and stored:
         del expected["weight"]  # gathered in E4M3, and the master is not
-    assert {name: entry["elements"] for name, entry in records[-1]["tensors"]["0"].items()} == expected
+    assert {
+        name: entry["elements"] for name, entry in records[-1]["tensors"]["0"].items()
+    } == expected
 
 
 def check_ddp():
@@ -100,7 +106,9 @@ def one_rank_logs_its_samples(engine):
         backend="native:dynamic", monitor_every=2, monitor_file=str(file), guard="skip"
     )
     arguments = engines.engine_arguments(engine, 1.0, 1, "Sequential")
-    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe], log_with=Notes(), **arguments)
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe], log_with=Notes(), **arguments
+    )
     engines.start_engine(accelerator, engine, arguments)
     accelerator.init_trackers("run")
     torch.manual_seed(0)
@@ -117,7 +125,9 @@ def one_rank_logs_its_samples(engine):
         return
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert Notes.rows == [(record["step"], summary(record)) for record in records]
-    assert [(step, values["fp8/share"], values["fp8/guard_skipped"]) for step, values in Notes.rows] == [
+    assert [
+        (step, values["fp8/share"], values["fp8/guard_skipped"]) for step, values in Notes.rows
+    ] == [
         (2, 1.0, 0),
         (4, 1.0, 1),
     ]

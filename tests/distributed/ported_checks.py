@@ -1,9 +1,10 @@
-"""Port the FP8-related logic of Accelerate's multi-process scripts: test_sync.py, test_script.py, test_ops.py,
-test_distributed_data_loop.py, test_ddp_comm_hook.py, test_merge_weights.py, and examples/by_feature.
+"""Port the FP8-related logic of Accelerate's multi-process scripts: test_sync.py, test_script.py,
+test_ops.py, test_distributed_data_loop.py, test_ddp_comm_hook.py, test_merge_weights.py, and
+examples/by_feature.
 
-Accelerate compares a model under DDP with a plain one on the whole batch, within a tolerance. FP8 rounds half a batch
-differently from the whole, so here gradients are compared bitwise: with other ranks' gradients, with the rank's own,
-with their mean, and with a bare DDP loop.
+Accelerate compares a model under DDP with a plain one on the whole batch, within a tolerance. FP8
+rounds half a batch differently from the whole, so here gradients are compared bitwise: with other
+ranks' gradients, with the rank's own, with their mean, and with a bare DDP loop.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ O0 = ("native:delayed", "ao:tensorwise")
 BACKENDS = (*O0, "msamp:O2", "msamp:O3")
 
 
-def fresh_accelerator(backend: str, *handlers, fields: dict | None = None, **arguments) -> Accelerator:
+def fresh_accelerator(
+    backend: str, *handlers, fields: dict | None = None, **arguments
+) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **(fields or {}))
@@ -49,15 +52,17 @@ def fresh_accelerator(backend: str, *handlers, fields: dict | None = None, **arg
 
 
 class Pair:
-    """Train twice under DDP: prepared by an Accelerator, and bare. `alone` is a copy outside DDP with local
-    gradients."""
+    """Train twice under DDP: prepared by an Accelerator, and bare. `alone` is a copy outside DDP
+    with local gradients."""
 
     def __init__(self, backend: str, *handlers, **arguments) -> None:
         self.accelerator = fresh_accelerator(backend, *handlers, **arguments)
         model = mlp()
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
         scheduler = LambdaLR(optimizer, _decay)
-        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
+            model, optimizer, scheduler
+        )
         self.bare_model, self.bare_optimizer = wrapped(backend, mlp(), bucket_mb=25)
         self.bare_scheduler = LambdaLR(self.bare_optimizer, _decay)
         self.alone = self.new_alone()
@@ -71,7 +76,10 @@ class Pair:
         assert_equal_on_all_ranks(self.model, self.optimizer.optimizer)
 
     def assert_equal_weights(self) -> None:
-        assert all_equal(exact_weights(self.model, self.optimizer), exact_weights(self.bare_model, self.bare_optimizer))
+        assert all_equal(
+            exact_weights(self.model, self.optimizer),
+            exact_weights(self.bare_model, self.bare_optimizer),
+        )
 
     def loss(self, model: nn.Module, data: tuple) -> torch.Tensor:
         """Return the loss of a model without an Accelerator."""
@@ -102,7 +110,10 @@ def differ_between_ranks(values: list[torch.Tensor]) -> bool:
     """Tell if each tensor differs from the first rank's on some rank."""
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, values)
-    return all(any(not torch.equal(other[i], every[0][i]) for other in every[1:]) for i in range(len(values)))
+    return all(
+        any(not torch.equal(other[i], every[0][i]) for other in every[1:])
+        for i in range(len(values))
+    )
 
 
 def mean_over_ranks(values: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -139,8 +150,8 @@ def check_no_sync_keeps_gradients_local():
 
 
 def check_accumulation_matches_bare_loop():
-    """Port `test_gradient_accumulation_with_opt_and_scheduler`, with and without `sync_each_batch`. A scheduler steps
-    once per rank; the last step has one microbatch."""
+    """Port `test_gradient_accumulation_with_opt_and_scheduler`, with and without `sync_each_batch`.
+    A scheduler steps once per rank; the last step has one microbatch."""
     for backend in BACKENDS:
         for each_batch in (False, True):
             plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each_batch)
@@ -155,9 +166,16 @@ def check_accumulation_matches_bare_loop():
                     pair.bare_model.require_backward_grad_sync = last or each_batch
                     (pair.loss(pair.bare_model, (x, y)) / 2).backward()
                     if last:
-                        finish_accumulation(pair.bare_model.parameters())  # as its optimizer's step will
-                    assert all_equal(gradients(pair.model), gradients(pair.bare_model)), (backend, index)
-                    assert differ_between_ranks(gradients(pair.model)) != (last or each_batch), (backend, index)
+                        # as its optimizer's step will
+                        finish_accumulation(pair.bare_model.parameters())
+                    assert all_equal(gradients(pair.model), gradients(pair.bare_model)), (
+                        backend,
+                        index,
+                    )
+                    assert differ_between_ranks(gradients(pair.model)) != (last or each_batch), (
+                        backend,
+                        index,
+                    )
                     pair.optimizer.step()
                     pair.scheduler.step()
                     pair.optimizer.zero_grad()
@@ -166,7 +184,10 @@ def check_accumulation_matches_bare_loop():
                     pair.bare_scheduler.step()
                     pair.bare_scheduler.step()
                     pair.bare_optimizer.zero_grad()
-                assert pair.optimizer.param_groups[0]["lr"] == pair.bare_optimizer.param_groups[0]["lr"]
+                assert (
+                    pair.optimizer.param_groups[0]["lr"]
+                    == pair.bare_optimizer.param_groups[0]["lr"]
+                )
             assert index == 4 and pair.scheduler.scheduler.last_epoch == 6
             pair.assert_equal_on_all_ranks()
             pair.assert_equal_weights()
@@ -176,22 +197,29 @@ def check_accumulation_matches_bare_loop():
 
 
 def check_accelerates_operations_see_plain_tensors():
-    """Compare `gather`, `broadcast`, `reduce` and `pad_across_processes` of a training model's weight and gradient with
-    results for a plain copy."""
+    """Compare `gather`, `broadcast`, `reduce` and `pad_across_processes` of a training model's
+    weight and gradient with results for a plain copy."""
     for backend in BACKENDS:
         pair = Pair(backend, fields={"shard_states": False} if backend == "msamp:O3" else {})
         with pair.accelerator.no_sync(pair.model):
-            pair.accelerator.backward(mse(pair.model, mine(0)))  # each rank has a different gradient
+            # each rank has a different gradient
+            pair.accelerator.backward(mse(pair.model, mine(0)))
         rank, weight = dist.get_rank(), pair.model.module[0].weight
         for tensor in (weight.detach(), weight.grad):
             plain = tensor.float() + 0.0
             assert torch.equal(gather(tensor).float(), gather(plain)), backend
-            assert torch.equal(broadcast(tensor.clone(), 1).float(), broadcast(plain.clone(), 1)), backend
+            assert torch.equal(broadcast(tensor.clone(), 1).float(), broadcast(plain.clone(), 1)), (
+                backend
+            )
             for reduction in ("sum", "mean"):
                 expected = reduce(plain.clone(), reduction, scale=0.5)
-                assert torch.equal(reduce(tensor.clone(), reduction, scale=0.5).float(), expected), backend
+                assert torch.equal(
+                    reduce(tensor.clone(), reduction, scale=0.5).float(), expected
+                ), backend
             padded = pad_across_processes(tensor[: 16 * (rank + 1)])
-            assert torch.equal(padded.float(), pad_across_processes(plain[: 16 * (rank + 1)])), backend
+            assert torch.equal(padded.float(), pad_across_processes(plain[: 16 * (rank + 1)])), (
+                backend
+            )
 
 
 # test_merge_weights.py
@@ -199,16 +227,22 @@ def check_accelerates_operations_see_plain_tensors():
 
 def check_sharded_weights_merge_into_a_plain_file():
     for backend in BACKENDS:
-        accelerator = fsdp2_accelerate_checks.accelerator(backend, state_dict_type="SHARDED_STATE_DICT")
+        accelerator = fsdp2_accelerate_checks.accelerator(
+            backend, state_dict_type="SHARDED_STATE_DICT"
+        )
         run = accelerator.prepare(*fsdp2_accelerate_checks.new())
         fsdp2_accelerate_checks.train(accelerator, *run, 2)
         folder = Path(ranks.shared_folder())
         save_fsdp_model(AcceleratorState().fsdp_plugin, accelerator, run[0], str(folder))
         state = accelerator.get_state_dict(run[0])
-        merge_fsdp_weights(str(folder / "pytorch_model_fsdp_0"), str(folder), safe_serialization=False)
+        merge_fsdp_weights(
+            str(folder / "pytorch_model_fsdp_0"), str(folder), safe_serialization=False
+        )
         if dist.get_rank() == 0:
             merged = torch.load(folder / "pytorch_model.bin", weights_only=True)
-            assert merged.keys() == state.keys() and all(type(value) is torch.Tensor for value in merged.values())
+            assert merged.keys() == state.keys() and all(
+                type(value) is torch.Tensor for value in merged.values()
+            )
             assert all(torch.equal(value, merged[name]) for name, value in state.items()), backend
         dist.barrier()
 
@@ -230,14 +264,19 @@ def check_local_steps_with_sharded_states_are_refused():
 
 
 def check_token_weighted_loss_accumulates_manually():
-    """gradient_accumulation_for_autoregressive_models.py: all microbatches of a step share one divisor, under DDP's
-    own `no_sync`, and Accelerate knows of one step only."""
+    """gradient_accumulation_for_autoregressive_models.py: all microbatches of a step share one
+    divisor, under DDP's own `no_sync`, and Accelerate knows of one step only."""
     for backend in BACKENDS:
         pair = Pair(backend)
         for step in range(2):
             data = [mine(3 * step + index) for index in range(3)]
-            total = pair.accelerator.gather(torch.tensor(sum(y.numel() for _, y in data))).sum().item()
-            for model, backward in ((pair.model, pair.accelerator.backward), (pair.bare_model, torch.Tensor.backward)):
+            total = (
+                pair.accelerator.gather(torch.tensor(sum(y.numel() for _, y in data))).sum().item()
+            )
+            for model, backward in (
+                (pair.model, pair.accelerator.backward),
+                (pair.bare_model, torch.Tensor.backward),
+            ):
                 for index, (x, y) in enumerate(data):
                     model.require_backward_grad_sync = index == 2
                     with pair.accelerator.autocast():
@@ -255,8 +294,10 @@ def check_token_weighted_loss_accumulates_manually():
 
 
 def check_metrics_are_gathered_once_per_row():
-    """Port multi_process_metrics.py: 37 rows in batches of 8 give 37 predictions, bitwise as on one process."""
-    for backend in ("native:delayed", "msamp:O2", "msamp:O3"):  # with scales independent of the current rows
+    """Port multi_process_metrics.py: 37 rows in batches of 8 give 37 predictions, bitwise as on one
+    process."""
+    # with scales independent of the current rows
+    for backend in ("native:delayed", "msamp:O2", "msamp:O3"):
         pair = Pair(backend)
         for index in range(20):
             pair.accelerator.backward(mse(pair.model, mine(index)))
@@ -282,7 +323,8 @@ def check_gradient_values_are_clipped():
         pair.accelerator.clip_grad_value_(pair.model.parameters(), 1e-3)
         assert all_equal(expected, gradients(pair.model)), backend
         pair.optimizer.step()
-        pair.optimizer.zero_grad()  # with sharded states, only the owners have rounded the gradients
+        # with sharded states, only the owners have rounded the gradients
+        pair.optimizer.zero_grad()
         pair.assert_equal_on_all_ranks()
 
 
@@ -295,7 +337,9 @@ def check_microbatches_are_reduced_once_per_step():
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
     with Traffic() as traffic:
         _train(accelerator, model, optimizer, range(8))
-    assert traffic.count("all_to_all_single") == 2 * len(Connection.find(model).reducer.buckets), traffic.calls
+    assert traffic.count("all_to_all_single") == 2 * len(Connection.find(model).reducer.buckets), (
+        traffic.calls
+    )
     assert_equal_on_all_ranks(model, optimizer.optimizer)
 
 
@@ -312,7 +356,9 @@ def check_regions_compile_under_ddp():
 class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)
+        )
 
     def forward(self, x):
         for block in self.blocks:

@@ -1,11 +1,13 @@
 """Run checks on several ranks: one launch per file, since starting ranks takes most of the time.
 
-A file of checks has functions `check_…()`, run in the order of the file on every rank inside one gloo process group,
-and ends with `if __name__ == "__main__": ranks.main(globals())`. A pytest test calls `report(subtests, run("file.py",
-ranks=2))`: each check is a subtest, and a failure on any rank fails it.
+A file of checks has functions `check_…()`, run in the order of the file on every rank inside one
+gloo process group, and ends with `if __name__ == "__main__": ranks.main(globals())`. A pytest test
+calls `report(subtests, run("file.py", ranks=2))`: each check is a subtest, and a failure on any
+rank fails it.
 
-The ranks are real processes with torchrun's environment. `main` forks them after loading the file and its imports, in
-half of torchrun's time. `python -m torch.distributed.run --nproc_per_node 2 file.py` runs the same checks.
+The ranks are real processes with torchrun's environment. `main` forks them after loading the file
+and its imports, in half of torchrun's time. `python -m torch.distributed.run --nproc_per_node 2
+file.py` runs the same checks.
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 
 
-def run(script: str, ranks: int, *checks: str, seconds: float = 280, **environment: str) -> dict[str, dict]:
-    """Run the named checks of a file in this folder, or all. Name -> {"errors": {rank: text}, "figures": …}."""
+def run(
+    script: str, ranks: int, *checks: str, seconds: float = 280, **environment: str
+) -> dict[str, dict]:
+    """Run the named checks of a file in this folder, or all. Name -> {"errors": {rank: text},
+    "figures": …}."""
     import warm_process  # tests/ is not on the path of ranks started by torchrun
 
     results = warm_process.run(
@@ -182,7 +187,15 @@ def _run_checks(namespace: dict) -> None:
             _say({name: {"errors": {dist.get_rank(): traceback.format_exc()}}})
             os._exit(1)
         if dist.get_rank() == 0:
-            _say({name: {"errors": {}, "figures": figures, "cpu_seconds": round(time.process_time() - began, 2)}})
+            _say(
+                {
+                    name: {
+                        "errors": {},
+                        "figures": figures,
+                        "cpu_seconds": round(time.process_time() - began, 2),
+                    }
+                }
+            )
         gc.collect()
     dist.barrier()
     dist.destroy_process_group()

@@ -21,7 +21,8 @@ from fp8_backends.tensors.sharded_tensor import local_part
 
 LEVELS = ("O2", "O4")
 SIZES = (1, 2**13, 2**20)
-"""Elements that wait for each other: each parameter steps separately, some together, all at the end of backward."""
+"""Elements that wait for each other: each parameter steps separately, some together, all at the end
+of backward."""
 
 
 def released(level: str, **fields) -> dict:
@@ -62,13 +63,20 @@ def equal_to_usual_order(usual, ours, count: int) -> None:
 
 def check_ddp_steps_bucket_by_bucket():
     for count, level, comm in ((1, "O2", "plain"), (2**13, "O4", "fp8")):
-        specs = {"backend": f"msamp:{level}", "gradient_comm": comm}, released(level, gradient_comm=comm)
-        equal_to_usual_order(*(ddp_training.wrapped(spec, ddp_training.mlp()) for spec in specs), count)
+        specs = (
+            {"backend": f"msamp:{level}", "gradient_comm": comm},
+            released(level, gradient_comm=comm),
+        )
+        equal_to_usual_order(
+            *(ddp_training.wrapped(spec, ddp_training.mlp()) for spec in specs), count
+        )
 
 
 def check_weights_unused_on_some_ranks_step_as_usual():
     specs = "msamp:O2", released("O2")
-    equal_to_usual_order(*(ddp_training.wrapped(spec, Branches(), find_unused_parameters=True) for spec in specs), 1)
+    equal_to_usual_order(
+        *(ddp_training.wrapped(spec, Branches(), find_unused_parameters=True) for spec in specs), 1
+    )
 
 
 def check_accelerate_trains_as_usual():
@@ -96,13 +104,18 @@ def check_gradients_are_dropped_while_backward_runs():
     model.module[0].weight.register_post_accumulate_grad_hook(look)
     with pending_elements(1):
         ddp_training.mse(model, ddp_training.mine(1)).backward()
-    assert seen == [True] and all(is_dropped(weight.grad) for weight in ddp_training.scaled(model).values())
+    assert seen == [True] and all(
+        is_dropped(weight.grad) for weight in ddp_training.scaled(model).values()
+    )
     optimizer.step()
 
 
 def check_kept_gradients_are_refused():
     model, optimizer = ddp_training.wrapped(released("O2"), ddp_training.mlp())
-    with model.no_sync(), pytest.raises(FP8BackendError, match="gradient_release.*no_sync.*synchronize"):
+    with (
+        model.no_sync(),
+        pytest.raises(FP8BackendError, match="gradient_release.*no_sync.*synchronize"),
+    ):
         ddp_training.mse(model, ddp_training.mine(0)).backward()
 
 

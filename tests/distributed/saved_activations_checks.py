@@ -34,7 +34,9 @@ class Encoder(nn.Sequential):
 def losses(wrap, value: str, backend: str) -> tuple[list[float], nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(Encoder(Block(), Block()), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16))
-    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, saved_activations=value, gradient_comm="plain")
+    recipe = fp8_backends.FP8RecipeKwargs(
+        backend=backend, saved_activations=value, gradient_comm="plain"
+    )
     fp8_backends.prepare(model, None, recipe)
     wrapped = wrap(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
@@ -62,7 +64,8 @@ def check_ddp_and_fsdp2_losses_stay_unchanged():
         on, model = losses(wrap, "fp8", backend)
         assert off[0] == on[0] and off != on  # the forward is the same; gradients are not
         assert all(abs(a - b) < 0.01 * a for a, b in zip(off, on, strict=True)), (off, on)
-        # the inputs of a product, three norms and two activations; no table and no batch, without gradients
+        # the inputs of a product, three norms and two activations; no table and no batch, without
+        # gradients
         assert saved_bytes(model).tensors == 6, saved_bytes(model)
 
 
@@ -70,7 +73,9 @@ def check_gathered_weight_is_not_saved():
     """FSDP2 frees weights gathered for the forward of a block at its end."""
     _, model = losses(sharded, "fp8", "native:dynamic")
     y = model(torch.randn(64, WIDTH))
-    gathered = [p for block in model[0] for p in block._get_fsdp_state()._fsdp_param_group.fsdp_params]
+    gathered = [
+        p for block in model[0] for p in block._get_fsdp_state()._fsdp_param_group.fsdp_params
+    ]
     assert [p._unsharded_param.untyped_storage().nbytes() for p in gathered] == [0] * 14
     y.sum().backward()
     assert all(torch.isfinite(p.grad.to_local()).all() for p in model.parameters())

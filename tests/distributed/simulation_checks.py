@@ -16,8 +16,15 @@ from fp8_backends.tools.compare.measuring import peak_memory, sent_bytes
 from fp8_backends.tools.estimate import ModelShape, Workload
 from fp8_backends.tools.estimate.simulation import Collectives, RankTraining
 
-SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
-LLAMA = LlamaConfig(**SIZES, num_hidden_layers=2, vocab_size=1024, use_cache=False, tie_word_embeddings=False)
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+LLAMA = LlamaConfig(
+    **SIZES, num_hidden_layers=2, vocab_size=1024, use_cache=False, tie_word_embeddings=False
+)
 WORKLOAD = Workload(model=ModelShape("Llama", LLAMA), batch=4, sequence=128)
 
 
@@ -43,7 +50,9 @@ def check_real_steps():
             gc.collect()
             peaks.append(peak_memory(step, training.model, training.optimizer))
         peak = min(peaks)
-        figures.append({"counted": counted, "sent": sent, "peak": peak + bucket_bytes(training.model)})
+        figures.append(
+            {"counted": counted, "sent": sent, "peak": peak + bucket_bytes(training.model)}
+        )
     return figures
 
 

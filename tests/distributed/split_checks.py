@@ -1,4 +1,5 @@
-"""Check the cells of engines that split sequences or layers: load transformers before forking ranks."""
+"""Check the cells of engines that split sequences or layers: load transformers before forking
+ranks."""
 
 import deepspeed  # noqa: F401
 import matrix

@@ -58,8 +58,12 @@ def adam(parameters, states: StateRule, cls=torch.optim.AdamW) -> torch.optim.Op
     return optimizer
 
 
-def alone(level: str, states: StateRule, cls=torch.optim.AdamW) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    scaled = [nn.Parameter(quantize_weight(values(shape, i), level)) for i, shape in enumerate(SCALED)]
+def alone(
+    level: str, states: StateRule, cls=torch.optim.AdamW
+) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    scaled = [
+        nn.Parameter(quantize_weight(values(shape, i), level)) for i, shape in enumerate(SCALED)
+    ]
     parameters = scaled + [nn.Parameter(values(shape, 50 + i)) for i, shape in enumerate(PLAIN)]
     for p in scaled:
         p.register_post_accumulate_grad_hook(Reduces())
@@ -75,11 +79,15 @@ class Reduces:
         pass
 
 
-def sharded(level: str, states: StateRule, cls=torch.optim.AdamW, lies=None) -> tuple[list, torch.optim.Optimizer]:
+def sharded(
+    level: str, states: StateRule, cls=torch.optim.AdamW, lies=None
+) -> tuple[list, torch.optim.Optimizer]:
     lies = lies or over_all_ranks()
     shards = [shard(values(shape, i), *lies) for i, shape in enumerate(SCALED)]
     scaled = [nn.Parameter(quantize_weight(each, level)) for each in shards]
-    parameters = scaled + [nn.Parameter(shard(values(shape, 50 + i), *lies)) for i, shape in enumerate(PLAIN)]
+    parameters = scaled + [
+        nn.Parameter(shard(values(shape, 50 + i), *lies)) for i, shape in enumerate(PLAIN)
+    ]
     return parameters, adam(parameters, states, cls)
 
 
@@ -97,12 +105,15 @@ def shard(whole: torch.Tensor, mesh, placements) -> DTensor:
 
 
 def step(parameters: list[nn.Parameter], optimizer, seed: int, bad: float | None = None) -> None:
-    """Make one step with the same gradients on every rank; `bad` goes into the last row of the first."""
+    """Make one step with the same gradients on every rank; `bad` goes into the last row of the
+    first."""
     for i, p in enumerate(parameters):
         gradient = values(tuple(p.shape), 100 * seed + i)
         if bad is not None and i in (0, 3):
             gradient[-1, 3] = bad
-        p.grad = shard(gradient, p.device_mesh, p.placements) if isinstance(p, DTensor) else gradient
+        p.grad = (
+            shard(gradient, p.device_mesh, p.placements) if isinstance(p, DTensor) else gradient
+        )
     optimizer.step()
 
 
@@ -111,7 +122,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         local = plain(tensor._local_tensor)
         like = DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+            run_check=False,
         )
         return like.full_tensor()
     return plain(tensor)
@@ -123,7 +139,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(ours: tuple, theirs: tuple) -> None:
-    """Weights, masters and states of two (parameters, optimizer) are equal to the bit, as values."""
+    """Weights, masters and states of two (parameters, optimizer) are equal to the bit, as
+    values."""
     assert all(torch.equal(whole(p), whole(q)) for p, q in zip(ours[0], theirs[0], strict=True))
     assert_same_states(ours, theirs)
 
@@ -143,9 +160,15 @@ def shared_folder() -> str:
 def other_optimizers() -> dict[str, Callable]:
     """Return constructors of the optimizers with PyTorch's steps. Muon supports only matrices."""
     return {
-        "sgd": lambda p, lr, weight_decay: torch.optim.SGD(p, lr, 0.9, weight_decay=weight_decay, nesterov=True),
-        "muon": lambda p, lr, weight_decay: torch.optim.Muon([q for q in p if q.dim() == 2], lr, weight_decay),
-        "adafactor": lambda p, lr, weight_decay: torch.optim.Adafactor(p, lr, weight_decay=weight_decay),
+        "sgd": lambda p, lr, weight_decay: torch.optim.SGD(
+            p, lr, 0.9, weight_decay=weight_decay, nesterov=True
+        ),
+        "muon": lambda p, lr, weight_decay: torch.optim.Muon(
+            [q for q in p if q.dim() == 2], lr, weight_decay
+        ),
+        "adafactor": lambda p, lr, weight_decay: torch.optim.Adafactor(
+            p, lr, weight_decay=weight_decay
+        ),
     }
 
 
@@ -155,8 +178,8 @@ def held(pair: tuple) -> tuple:
 
 
 def check_shards_step_save_and_load_like_one_rank():
-    """One non-finite row on one rank zeroes the whole gradient. Muon and Adafactor gather matrices, and each rank keeps
-    its rows."""
+    """One non-finite row on one rank zeroes the whole gradient. Muon and Adafactor gather matrices,
+    and each rank keeps its rows."""
     kinds = [(level, "stochastic", torch.optim.AdamW) for level in STATE_FORMATS]
     kinds += [(level, "nearest", torch.optim.AdamW) for level in ("O2", "O4")]
     kinds += [("O3", "stochastic", make) for make in other_optimizers().values()]
@@ -170,12 +193,18 @@ def check_shards_step_save_and_load_like_one_rank():
         assert_same(ours, reference)
         assert_same(hybrid, reference)
         assert all(torch.isfinite(whole(p)).all() for p in ours[0])
-        assert all(same_on_all_ranks(local_part(p).scale_inv) for p in ours[0] if hasattr(local_part(p), "scale_inv"))
+        assert all(
+            same_on_all_ranks(local_part(p).scale_inv)
+            for p in ours[0]
+            if hasattr(local_part(p), "scale_inv")
+        )
 
         back, theirs = held(alone(level, states, make)), held(sharded(level, states, make))
         back[1].load_state_dict(ours[1].state_dict())
         theirs[1].load_state_dict(copy.deepcopy(reference[1].state_dict()))
-        through_files = [held(sharded(level, states, make, lies)) for lies in (None, two_replicas())]
+        through_files = [
+            held(sharded(level, states, make, lies)) for lies in (None, two_replicas())
+        ]
         for pair in through_files:
             save_and_load(ours, pair)
         for pair in (back, theirs, *through_files):
@@ -194,7 +223,10 @@ def load_from_rank_0_only(level: str, states: StateRule, ours: tuple, reference:
     assert_same_states(theirs, reference)
     if level == "O3":  # the states hold the masters of the weights
         for _ in range(2):
-            assert all(torch.equal(whole(p), whole(q)) for p, q in zip(theirs[0][:3], reference[0][:3], strict=True))
+            assert all(
+                torch.equal(whole(p), whole(q))
+                for p, q in zip(theirs[0][:3], reference[0][:3], strict=True)
+            )
             step(*theirs, 7)
             step(*reference, 7)
 
@@ -205,7 +237,9 @@ def check_unreduced_gradients_are_refused():
     model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
     before = whole(model[0].weight)
     model(torch.randn(16, 64)).square().mean().backward()
-    with pytest.raises(FP8BackendError, match=r"\(32, 64\) do not travel .* prepare the DDP-wrapped model again"):
+    with pytest.raises(
+        FP8BackendError, match=r"\(32, 64\) do not travel .* prepare the DDP-wrapped model again"
+    ):
         optimizer.step()
     assert torch.equal(whole(model[0].weight), before) and not optimizer.state
 
@@ -223,7 +257,11 @@ def save_and_load(ours: tuple, theirs: tuple) -> None:
     """Take the states of one optimizer to another through `torch.distributed.checkpoint`."""
     folder = shared_folder()
     saved = get_optimizer_state_dict(Holder(ours[0]), ours[1])
-    assert all(type(local_part(v)) is torch.Tensor for state in saved["state"].values() for v in state.values())
+    assert all(
+        type(local_part(v)) is torch.Tensor
+        for state in saved["state"].values()
+        for v in state.values()
+    )
     dcp.save({"optimizer": saved}, checkpoint_id=folder)
     template = get_optimizer_state_dict(Holder(theirs[0]), theirs[1])
     dcp.load({"optimizer": template}, checkpoint_id=folder)
@@ -237,14 +275,19 @@ def check_refusal_on_one_rank_reaches_all():
     before, state = copy.deepcopy(ours[1].state_dict()), ours[1].state_dict()
     if dist.get_rank() == dist.get_world_size() - 1:
         local_part(state["state"][0]["exp_avg_sq"])[-1, 0] = -1.0
-    with pytest.raises(FP8BackendError, match="exp_avg_sq of parameter 0|another rank refuses its part"):
+    with pytest.raises(
+        FP8BackendError, match="exp_avg_sq of parameter 0|another rank refuses its part"
+    ):
         ours[1].load_state_dict(state)
     for key, saved in ours[1].state_dict()["state"].items():
-        assert all(torch.equal(whole(saved[name]), whole(before["state"][key][name])) for name in saved)
+        assert all(
+            torch.equal(whole(saved[name]), whole(before["state"][key][name])) for name in saved
+        )
 
 
 def check_stepped_and_changed_optimizer_is_converted():
-    """Accelerate converts an optimizer with states, and replaces its parameters by shards, in place."""
+    """Accelerate converts an optimizer with states, and replaces its parameters by shards, in
+    place."""
     parameters = [nn.Parameter(values(shape, i)) for i, shape in enumerate([*SCALED, *PLAIN])]
     stock = torch.optim.AdamW(parameters, 1e-3, weight_decay=0.1)
     step(parameters, stock, 0)
@@ -254,7 +297,10 @@ def check_stepped_and_changed_optimizer_is_converted():
         nn.Parameter(quantize_weight(shard(values(shape, i), *over_all_ranks()), "O2"))
         for i, shape in enumerate(SCALED)
     ]
-    shards += [nn.Parameter(shard(values(shape, 50 + i), *over_all_ranks())) for i, shape in enumerate(PLAIN)]
+    shards += [
+        nn.Parameter(shard(values(shape, 50 + i), *over_all_ranks()))
+        for i, shape in enumerate(PLAIN)
+    ]
     for old, new in zip(parameters, shards, strict=True):
         stock.state[new] = stock.state.pop(old)
     stock.param_groups[0]["params"] = shards
@@ -330,7 +376,9 @@ def equal(a, b) -> bool:
     if isinstance(a, ScaledTensor):
         return equal(a.codes, b.codes) and equal(a.scale_inv, b.scale_inv)
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        return a.dtype == b.dtype and torch.equal(
+            a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+        )
     return a == b
 
 
@@ -346,14 +394,19 @@ def check_sharded_states_match_whole_states_and_resume():
         reference, its_optimizer = under_ddp(level, make=make, shard_states=False)
         assert optimizer.fp8_owners is not None and its_optimizer.fp8_owners is None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ddp, "MESSAGE", 5000)  # a weight has 4096 bytes: messages end inside of one
+            # a weight has 4096 bytes: messages end inside of one
+            patch.setattr(ddp, "MESSAGE", 5000)
             assert train(model, optimizer, range(3)) == train(reference, its_optimizer, range(3))
         assert equal(bits(model), bits(reference))
         saved = whole_state_dicts(model, optimizer)
-        assert equal(values_of(*saved), values_of(reference.state_dict(), its_optimizer.state_dict()))
+        assert equal(
+            values_of(*saved), values_of(reference.state_dict(), its_optimizer.state_dict())
+        )
         mine = {id(p) for p in optimizer.state if isinstance(p, ScaledTensor)}
         assert len(mine) == 4 // dist.get_world_size()
-        rests = {id(p) for p in model.parameters() if isinstance(p, ScaledTensor) and p.rest is not None}
+        rests = {
+            id(p) for p in model.parameters() if isinstance(p, ScaledTensor) and p.rest is not None
+        }
         assert rests == (mine if level in ("O3", "O4") else set())
         losses = train(model, optimizer, range(3, 5))
         for fields in (shared, {"shard_states": False}):
@@ -381,7 +434,9 @@ def check_partial_export_of_sharded_states_is_refused():
     weights, states = whole_state_dicts(model, optimizer, receives=dist.get_rank() == 0)
     for value in weights.values():
         assert dist.get_rank() > 0 if value.is_meta else value.isfinite().all()
-    assert len(states["state"]) == len(list(model.parameters())) - len(others) * (dist.get_rank() > 0)
+    assert len(states["state"]) == len(list(model.parameters())) - len(others) * (
+        dist.get_rank() > 0
+    )
     assert all(p.rest is None for p in others)
     assert train(model, optimizer, range(1, 3))[-1] > 0
 
@@ -398,7 +453,9 @@ def check_local_steps_of_several_optimizers_and_models_are_refused():
             for optimizer in optimizers:
                 fp8_backends.prepare(model, optimizer, recipe)
         with models[-1].no_sync():
-            losses = [model(values((16, 64), dist.get_rank(), 1.0)).square().mean() for model in models]
+            losses = [
+                model(values((16, 64), dist.get_rank(), 1.0)).square().mean() for model in models
+            ]
             sum(losses).backward()
         for optimizer in optimizers:
             assert optimizer.fp8_owners is not None
@@ -411,7 +468,8 @@ def check_local_steps_of_several_optimizers_and_models_are_refused():
 
 
 def check_weight_with_remote_master_is_never_read_as_fp8():
-    """Evaluation and training multiply by the FP8 values on all ranks; any other read is exact or raises."""
+    """Evaluation and training multiply by the FP8 values on all ranks; any other read is exact or
+    raises."""
     for level in ("O3", "O4"):
         model, optimizer = under_ddp(level)
         train(model, optimizer, range(1))
@@ -433,14 +491,20 @@ def check_weight_with_remote_master_is_never_read_as_fp8():
         for of in (model.module, copied):
             for p in of.parameters():
                 for read in reads.values() if isinstance(p, ScaledTensor) else ():
-                    with pytest.raises(FP8BackendError, match="get_state_dict.*whole_states.*shard_states=False"):
+                    with pytest.raises(
+                        FP8BackendError, match="get_state_dict.*whole_states.*shard_states=False"
+                    ):
                         read(p).norm()
                 assert "ScaledTensor" in repr(p) or not isinstance(p, ScaledTensor)
         with fp8_backends.checkpoints.whole_states(optimizer):
             for name, p in model.module.named_parameters():
-                assert all(torch.equal(read(p), exact[f"module.{name}"]) for read in reads.values()), name
+                assert all(
+                    torch.equal(read(p), exact[f"module.{name}"]) for read in reads.values()
+                ), name
             model.state_dict()["module.0.weight"].mul_(0.5)
-            with pytest.raises(FP8BackendError, match=r"0\.weight: a tensor of state_dict\(\) was written to"):
+            with pytest.raises(
+                FP8BackendError, match=r"0\.weight: a tensor of state_dict\(\) was written to"
+            ):
                 model.state_dict()
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with mode():
@@ -451,15 +515,23 @@ def check_weight_with_remote_master_is_never_read_as_fp8():
 
 
 def check_sharpness_aware_steps_need_whole_states():
-    """Perturb the weights along their gradients in place, take the gradients there, restore the weights and step. One
-    rank alone has the values to perturb, and may be the only one to write: no collective could help."""
+    """Perturb the weights along their gradients in place, take the gradients there, restore the
+    weights and step. One rank alone has the values to perturb, and may be the only one to write: no
+    collective could help."""
     for level in ("O3", "O4"):
         model, optimizer = under_ddp(level)
         before = bits(model)
         for p in model.parameters():
             if isinstance(p, ScaledTensor):
-                for write in (lambda p: p.add_(0.1), lambda p: p[0].mul_(2), lambda p: torch._foreach_add_([p], 1.0)):
-                    with torch.no_grad(), pytest.raises(FP8BackendError, match="in place.*shard_states=False"):
+                for write in (
+                    lambda p: p.add_(0.1),
+                    lambda p: p[0].mul_(2),
+                    lambda p: torch._foreach_add_([p], 1.0),
+                ):
+                    with (
+                        torch.no_grad(),
+                        pytest.raises(FP8BackendError, match="in place.*shard_states=False"),
+                    ):
                         write(p)
         assert all(map(torch.equal, bits(model), before))
         model, optimizer = under_ddp(level, shard_states=False)
@@ -490,14 +562,22 @@ def check_new_values_are_equal_on_all_ranks():
     """Round to FP16, or to code and residual, before FP8: the owner, and so every other rank."""
     for level in ("O3", "O4"):
         model, _ = under_ddp(level)
-        shapes = {name: value.shape for name, value in under_ddp(level, shard_states=False)[0].state_dict().items()}
-        model.load_state_dict({name: values(tuple(shape), i) for i, (name, shape) in enumerate(shapes.items())})
+        shapes = {
+            name: value.shape
+            for name, value in under_ddp(level, shard_states=False)[0].state_dict().items()
+        }
+        model.load_state_dict(
+            {name: values(tuple(shape), i) for i, (name, shape) in enumerate(shapes.items())}
+        )
         assert all(map(same_on_all_ranks, bits(model)))
 
 
 def accelerated(**fields) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
     AcceleratorState._reset_state(True)
-    handlers = [fp8_backends.MSAMPRecipeKwargs(opt_level="O4", **fields), InitProcessGroupKwargs(backend="gloo")]
+    handlers = [
+        fp8_backends.MSAMPRecipeKwargs(opt_level="O4", **fields),
+        InitProcessGroupKwargs(backend="gloo"),
+    ]
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.LayerNorm(64))
@@ -553,7 +633,9 @@ def check_checkpoint_of_several_ranks_is_whole_or_refused():
     shared = Path(folder, "shared")
     accelerator.save_state(shared)
     record = json.loads((shared / "fp8_manifest.json").read_text())
-    assert {"random_states_0.pkl", "random_states_1.pkl"} < set(record["files"]) and record["step"] == 2
+    assert {"random_states_0.pkl", "random_states_1.pkl"} < set(record["files"]) and record[
+        "step"
+    ] == 2
 
     def fail(*_):
         if rank == 1:
@@ -593,7 +675,9 @@ def check_trainer_saves_o3_on_one_rank_and_resumes_bitwise():
     for resume in (None, f"{folder}/checkpoint-2"):
         AcceleratorState._reset_state(True)
         with environment(ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="msamp:O3"):
-            trainer = trainer_for(folder, max_steps=4, save_strategy="steps", save_steps=2, bf16=True)
+            trainer = trainer_for(
+                folder, max_steps=4, save_strategy="steps", save_steps=2, bf16=True
+            )
             trainer.train(resume_from_checkpoint=resume)
         optimizer = trainer.optimizer.optimizer
         assert trainer.accelerator.fp8_recipe.level == "O3" and optimizer.fp8_owners is None
@@ -628,21 +712,30 @@ def sharded_model(level: str, **fields) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def check_bytes_per_element_on_each_rank():
-    """O2 and O4 in shards: 6/N and 5/N. Under DDP O1 3 + 8/N, O2 3 + 3/N, O3 2 + 5/N, O4 2 + 3/N. Within 2 % for
-    scales; blocks add 8/128 bytes."""
+    """O2 and O4 in shards: 6/N and 5/N. Under DDP O1 3 + 8/N, O2 3 + 3/N, O3 2 + 5/N, O4 2 + 3/N.
+    Within 2 % for scales; blocks add 8/128 bytes."""
     count, found = dist.get_world_size(), {}
     for level, bytes_ in (("O2", 6), ("O4", 5 + 8 / 128)):
         model, optimizer = sharded_model(level)
         model(torch.randn(16, 128)).square().mean().backward()
         optimizer.step()
-        found[f"{level} under FSDP2"] = measured = fp8_backends.audit(model, optimizer).bytes_per_element
+        found[f"{level} under FSDP2"] = measured = fp8_backends.audit(
+            model, optimizer
+        ).bytes_per_element
         assert abs(measured["total"] / (bytes_ / count) - 1) < 0.02, measured
-    for level, whole_bytes, bytes_ in (("O1", 3, 8), ("O2", 3, 3), ("O3", 2, 5), ("O4", 2, 3 + 8 / 128)):
+    for level, whole_bytes, bytes_ in (
+        ("O1", 3, 8),
+        ("O2", 3, 3),
+        ("O3", 2, 5),
+        ("O4", 2, 3 + 8 / 128),
+    ):
         model, optimizer = under_ddp(level, shard_states=True)
         x = torch.randn(16, 64)
         (model(x) - x).square().mean().backward()
         optimizer.step()
-        found[f"{level} under DDP"] = measured = fp8_backends.audit(model, optimizer).bytes_per_element
+        found[f"{level} under DDP"] = measured = fp8_backends.audit(
+            model, optimizer
+        ).bytes_per_element
         assert abs(measured["total"] / (whole_bytes + bytes_ / count) - 1) < 0.02, measured
     return found
 
@@ -673,9 +766,15 @@ def check_changed_sharded_state_dicts_load_and_lost_writes_raise():
         optimizer.step()
         optimizer.zero_grad()
         before = {name: whole(p) for name, p in model.named_parameters()}
-        for change in (lambda p: p.mul_(0.5), lambda p: p.copy_(p * 0.5), lambda p: p.to_local().zero_()):
+        for change in (
+            lambda p: p.mul_(0.5),
+            lambda p: p.copy_(p * 0.5),
+            lambda p: p.to_local().zero_(),
+        ):
             change(model.state_dict()["0.weight"])
-            with pytest.raises(FP8BackendError, match=r"0\.weight: a tensor of state_dict\(\) was written to"):
+            with pytest.raises(
+                FP8BackendError, match=r"0\.weight: a tensor of state_dict\(\) was written to"
+            ):
                 model(x)
         state = model.state_dict()
         for index, value in enumerate(state.values()):
@@ -690,11 +789,14 @@ def check_changed_sharded_state_dicts_load_and_lost_writes_raise():
 
 
 def check_states_are_created_before_first_step():
-    """`torch.distributed.checkpoint` takes an empty step to have states to load into: no FP8 need be proven in it."""
+    """`torch.distributed.checkpoint` takes an empty step to have states to load into: no FP8 need
+    be proven in it."""
     model, optimizer = sharded_model("O3")
     before = [whole(p) for p in model.parameters()]
     states = get_optimizer_state_dict(model, optimizer)
-    assert len(states["state"]) == 4 and all("master_weight" in state for state in states["state"].values())
+    assert len(states["state"]) == 4 and all(
+        "master_weight" in state for state in states["state"].values()
+    )
     assert all(torch.equal(a, whole(b)) for a, b in zip(before, model.parameters(), strict=True))
     model(torch.randn(16, 128)).square().mean().backward()
     optimizer.step()

@@ -1,4 +1,5 @@
-"""Checks of `native` on the parts of tensor-parallel layers: the codes of one process, and its losses."""
+"""Checks of `native` on the parts of tensor-parallel layers: the codes of one process, and its
+losses."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ class Exact(nn.Module):
             self.up.weight.copy_(torch.randint(-3, 4, (INNER, WIDTH))).select(1, 0).fill_(7)
             self.down.weight.zero_()
             self.down.bias.copy_(torch.arange(WIDTH))
-            for row, columns in zip(self.down.weight, torch.rand(WIDTH, INNER).topk(3).indices, strict=True):
+            for row, columns in zip(
+                self.down.weight, torch.rand(WIDTH, INNER).topk(3).indices, strict=True
+            ):
                 row[columns] = torch.tensor([7.0, 1.0, -1.0])
 
     def forward(self, x):
@@ -88,7 +91,9 @@ def mesh():
 
 def parallel(model: nn.Module, **plan) -> nn.Module:
     plan = {"up": ColwiseParallel(), "other": ColwiseParallel(), "down": RowwiseParallel(), **plan}
-    return parallelize_module(model, mesh(), {name: style for name, style in plan.items() if hasattr(model, name)})
+    return parallelize_module(
+        model, mesh(), {name: style for name, style in plan.items() if hasattr(model, name)}
+    )
 
 
 def both(model: nn.Module, spec, **plan) -> tuple[nn.Module, nn.Module]:
@@ -101,7 +106,10 @@ def both(model: nn.Module, spec, **plan) -> tuple[nn.Module, nn.Module]:
 
 def by_transformers(model: nn.Module, **plan: str) -> nn.Module:
     """Parallelize like transformers, by a model's `tp_plan`."""
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
+    from transformers.distributed.tensor_parallel import (
+        ALL_PARALLEL_STYLES,
+        apply_tensor_parallelism,
+    )
 
     plan = {"up": "colwise", "other": "colwise", "down": "rowwise", **plan}
     plan = {name: style for name, style in plan.items() if hasattr(model, name)}
@@ -123,9 +131,11 @@ def normal(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def losses(model: nn.Module, steps: int = 2, dtype: torch.dtype | None = None, spec=None) -> list[float]:
-    """Train and return losses. `spec`: a rule with states that follow the optimizer and are synchronized after
-    backward."""
+def losses(
+    model: nn.Module, steps: int = 2, dtype: torch.dtype | None = None, spec=None
+) -> list[float]:
+    """Train and return losses. `spec`: a rule with states that follow the optimizer and are
+    synchronized after backward."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
     if spec is not None:
         fp8_backends.prepare(model, optimizer, spec)
@@ -145,10 +155,12 @@ def relative(a: list[float], b: list[float]) -> float:
 
 
 def check_codes_of_parts_match_whole_weight() -> None:
-    """x, w and dy, cut along either dimension, in the layouts of both their products. One rank has the amax."""
+    """x, w and dy, cut along either dimension, in the layouts of both their products. One rank has
+    the amax."""
     spans, group = [256, 128], dist.group.WORLD
     x = normal(*spans) * torch.logspace(-3, 3, 256)[:, None] * torch.logspace(2, -2, 128)
-    for scaling, dim in itertools.product(sorted({*RULES} - {"delayed"}), (0, 1)):  # the delayed scale is in the state
+    # the delayed scale is in the state
+    for scaling, dim in itertools.product(sorted({*RULES} - {"delayed"}), (0, 1)):
         rule = layer_rule.LayerRule(scaling, E4M3, E4M3, (False,) * 3, False)
         split, rank = Split(dim, group), dist.get_rank()
         if rule.has_blocks and spans[dim] % 256:
@@ -170,7 +182,8 @@ def check_codes_of_parts_match_whole_weight() -> None:
             else:
                 blocks = rule.along.weight_blocks
                 found, expected = (
-                    w.in_blocks(blocks, E4M3, transposed, s) for w, s in zip(weights, (split, None), strict=True)
+                    w.in_blocks(blocks, E4M3, transposed, s)
+                    for w, s in zip(weights, (split, None), strict=True)
                 )
             same_codes(found, expected, dim if rule.along is None else dim ^ transposed, rule)
 
@@ -191,7 +204,9 @@ def check_exact_sums_match_one_process_bitwise() -> dict:
         alone, together = both(Exact(), f"native:{rule}")
         results = []
         for model in (alone, together):
-            x = torch.randint(-1, 2, (4, 8, WIDTH), generator=torch.Generator().manual_seed(1)).float()
+            x = torch.randint(
+                -1, 2, (4, 8, WIDTH), generator=torch.Generator().manual_seed(1)
+            ).float()
             x[..., 0] = 7
             y = model(x.requires_grad_() * 1)
             loss = (y * (normal(4, 8, WIDTH) * 4).round()).sum()
@@ -206,14 +221,18 @@ def check_exact_sums_match_one_process_bitwise() -> dict:
 
 
 def check_losses_of_a_typical_model() -> dict:
-    """Terms are rounded before the sum over ranks: in FP32, or in bf16 as dtype of the products. `rowwise` always
-    rounds."""
+    """Terms are rounded before the sum over ranks: in FP32, or in bf16 as dtype of the products.
+    `rowwise` always rounds."""
     found = {}
-    for rule, dtype in itertools.product(("dynamic", "window", "rowwise", "mxfp8"), (None, torch.bfloat16)):
+    for rule, dtype in itertools.product(
+        ("dynamic", "window", "rowwise", "mxfp8"), (None, torch.bfloat16)
+    ):
         torch.manual_seed(0)
         alone, together = both(Net(), f"native:{rule}")
         found[f"{rule} {dtype}"] = relative(losses(together, 2, dtype), losses(alone, 2, dtype))
-        assert found[f"{rule} {dtype}"] < (1e-6 if dtype is None and rule != "rowwise" else 1e-3), found
+        assert found[f"{rule} {dtype}"] < (1e-6 if dtype is None and rule != "rowwise" else 1e-3), (
+            found
+        )
     return found
 
 
@@ -223,10 +242,15 @@ def check_transformers_parallel_styles() -> dict:
     plans = {
         "even": (Net(), {}),
         "uneven": (Net(97), {}),
-        "split input": (Net(), {"up": "colwise_gather_output", "other": "colwise_rep", "down": "rowwise_split_input"}),
+        "split input": (
+            Net(),
+            {"up": "colwise_gather_output", "other": "colwise_rep", "down": "rowwise_split_input"},
+        ),
         "packed": (Packed(), {"packed": "packed_colwise"}),
     }
-    for (name, (alone, plan)), rule in zip(plans.items(), ("dynamic", "window", "window", "dynamic"), strict=True):
+    for (name, (alone, plan)), rule in zip(
+        plans.items(), ("dynamic", "window", "window", "dynamic"), strict=True
+    ):
         together = by_transformers(copy.deepcopy(alone), **plan)
         alone = copy.deepcopy(alone)
         spec = FP8RecipeKwargs(backend=f"native:{rule}", use_autocast_during_eval=True)
@@ -236,7 +260,9 @@ def check_transformers_parallel_styles() -> dict:
         assert found[f"{name} {rule}"] < 1e-6, found
         for training in (True, False):
             with torch.no_grad():
-                y, expected = (model.train(training)(normal(2, 4, WIDTH)) for model in (together, alone))
+                y, expected = (
+                    model.train(training)(normal(2, 4, WIDTH)) for model in (together, alone)
+                )
             assert off(y, expected) < 1e-6
         counts = fp8_backends.audit(together).products
         assert set(counts) == {each for each, _ in together.named_children()} - {"norm"}, counts
@@ -271,7 +297,9 @@ def check_conv1d() -> None:
         distribute_module(
             module,
             mesh(),
-            input_fn=lambda _, args, mesh: DTensor.from_local(args[0], mesh, [taken], run_check=False),
+            input_fn=lambda _, args, mesh: DTensor.from_local(
+                args[0], mesh, [taken], run_check=False
+            ),
             output_fn=lambda _, y, mesh: y.redistribute(placements=[given]).to_local(),
         )
 
@@ -299,7 +327,9 @@ def check_local_tokens_with_replicated_weight() -> None:
         expected = alone(x)
         expected.square().mean().backward()
         assert torch.equal(whole(y), expected)
-        assert off(whole(together[0].weight.grad), alone[0].weight.grad) < (2**-7 if rule == "rowwise" else 1e-6)
+        assert off(whole(together[0].weight.grad), alone[0].weight.grad) < (
+            2**-7 if rule == "rowwise" else 1e-6
+        )
 
 
 def check_uneven_parts() -> None:
@@ -322,12 +352,16 @@ def check_unsupported_part_sizes_are_named() -> None:
     for spec in ("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O2"):
         prepared_before = Net()
         fp8_backends.prepare(prepared_before, None, spec)
-        with pytest.raises(FP8BackendError, match="64 -> 256 was cut over ranks after it was prepared"):
+        with pytest.raises(
+            FP8BackendError, match="64 -> 256 was cut over ranks after it was prepared"
+        ):
             parallel(prepared_before)(normal(2, 2, WIDTH))
     with pytest.raises(FP8BackendError, match="the input is a Tensor"):
         model = Net()
         fp8_backends.prepare(model, None, "native:dynamic")
-        model.up.weight = nn.Parameter(distribute_tensor(model.up.weight.detach(), mesh(), [Shard(0)]))
+        model.up.weight = nn.Parameter(
+            distribute_tensor(model.up.weight.detach(), mesh(), [Shard(0)])
+        )
         model(normal(2, 2, WIDTH))
 
 
@@ -354,7 +388,9 @@ def check_layers_with_same_input_share_its_codes() -> None:
     assert len(shared._inputs[h][1]) == 1
     h.mul_(2)
     together.up(h)
-    assert len(shared._inputs[h][1]) == 1 and not torch.equal(together.up(h) * together.other(h), before)
+    assert len(shared._inputs[h][1]) == 1 and not torch.equal(
+        together.up(h) * together.other(h), before
+    )
 
 
 def check_compiled_layers_make_one_graph() -> None:
@@ -367,7 +403,10 @@ def check_compiled_layers_make_one_graph() -> None:
 
 def check_sequence_parallel_inputs_are_gathered_as_codes() -> dict:
     """Gather once for both readers, with a quarter of the bytes of FP32. Backward is plain."""
-    plan = {"norm": SequenceParallel(), "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
+    plan = {
+        "norm": SequenceParallel(),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
     x, sent, gradients = normal(4, 8, WIDTH), {}, {}
     alone = Net()
     twin = copy.deepcopy(alone)
@@ -375,10 +414,14 @@ def check_sequence_parallel_inputs_are_gathered_as_codes() -> dict:
     alone(x).square().mean().backward()
     for comm in ("plain", "fp8"):
         model = parallel(copy.deepcopy(twin), **plan)
-        fp8_backends.prepare(model, None, FP8RecipeKwargs(backend="native:dynamic", activation_comm=comm))
+        fp8_backends.prepare(
+            model, None, FP8RecipeKwargs(backend="native:dynamic", activation_comm=comm)
+        )
         part = x.chunk(2, 1)[dist.get_rank()]
         made = []
-        sent[comm] = sent_bytes(lambda model=model, part=part, made=made: made.append(model(part) * 1))
+        sent[comm] = sent_bytes(
+            lambda model=model, part=part, made=made: made.append(model(part) * 1)
+        )
         made[0].square().mean().backward()
         gradients[comm] = [whole(p.grad) for p in model.parameters()]
         for found, p in zip(gradients[comm], alone.parameters(), strict=True):

@@ -1,4 +1,5 @@
-"""Check the surroundings of tensor-parallel products: TorchAO's casts, levels, states, Accelerate."""
+"""Check the surroundings of tensor-parallel products: TorchAO's casts, levels, states,
+Accelerate."""
 
 from __future__ import annotations
 
@@ -39,14 +40,19 @@ WIDTH, INNER = 64, 128
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, INNER),
+            nn.Linear(INNER, WIDTH),
+        )
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    """Map [batch, WIDTH] to the same shape: ranks share the layers of a block, and each has one whole layer."""
+    """Map [batch, WIDTH] to the same shape: ranks share the layers of a block, and each has one
+    whole layer."""
 
     _no_split_modules = ["Block"]  # noqa: RUF012, transformers' name for what FSDP wraps
 
@@ -60,7 +66,9 @@ class Net(nn.Module):
 
 def split(model: nn.Module, mesh=None) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
-    return parallelize_module(model, mesh, {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()})
+    return parallelize_module(
+        model, mesh, {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()}
+    )
 
 
 def both(spec) -> tuple[tuple[Net, torch.optim.Optimizer], ...]:
@@ -76,7 +84,14 @@ def both(spec) -> tuple[tuple[Net, torch.optim.Optimizer], ...]:
     return tuple(pair)
 
 
-def train(model, optimizer, steps: int, seed: int = 0, rows: slice = slice(None), backward=torch.Tensor.backward):
+def train(
+    model,
+    optimizer,
+    steps: int,
+    seed: int = 0,
+    rows: slice = slice(None),
+    backward=torch.Tensor.backward,
+):
     losses, x = [], torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed))[rows]
     for _ in range(steps):
         loss = (model(x) - x.flip(1)).square().mean()
@@ -118,8 +133,13 @@ def check_torchao_codes_match_one_process():
     for spec in ("ao:tensorwise", "ao:rowwise"):
         seen, results = [], []
         for model, _ in both(spec):
-            model.block.norm, model.block.forward = None, lambda x, b=model.block: b.down(F.relu(b.up(x)))
-            x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+            model.block.norm, model.block.forward = (
+                None,
+                lambda x, b=model.block: b.down(F.relu(b.up(x))),
+            )
+            x = torch.randn(
+                32, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True
+            )
             with Products() as products:
                 y = model.block.forward(x)
                 y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)))
@@ -127,9 +147,12 @@ def check_torchao_codes_match_one_process():
             results.append((y.detach(), x.grad))
         for whole, part in zip(*seen, strict=True):
             for dim, (size, all_of_it) in enumerate(zip(part.shape, whole.shape, strict=True)):
-                whole = whole.narrow(dim, dist.get_rank() * size, size) if size < all_of_it else whole
+                whole = (
+                    whole.narrow(dim, dist.get_rank() * size, size) if size < all_of_it else whole
+                )
             assert torch.equal(part, whole), spec
-        bound = 1e-6 if spec == "ao:tensorwise" else 0.01  # TorchAO rounds rowwise products to bf16, and so summands
+        # TorchAO rounds rowwise products to bf16, and so summands
+        bound = 1e-6 if spec == "ao:tensorwise" else 0.01
         for alone, together in zip(*results, strict=True):
             assert (alone - together).abs().max() <= bound * alone.abs().max(), spec
 
@@ -147,7 +170,9 @@ def check_levels_store_parts_with_scale_of_whole_weight():
             local = local_part(part)
             assert isinstance(part, DTensor) and torch.equal(local.scale_inv, whole.scale_inv)
             size = local.shape[dim]
-            assert torch.equal(local.codes, whole.codes.narrow(dim, dist.get_rank() * size, size)), (level, name)
+            assert torch.equal(
+                local.codes, whole.codes.narrow(dim, dist.get_rank() * size, size)
+            ), (level, name)
         exact, shared = train(alone, of_one, 4), train(together, optimizer, 4)
         gap = max(abs(a / b - 1) for a, b in zip(exact, shared, strict=True))
         assert gap < 1e-5, (level, exact, shared)
@@ -159,7 +184,8 @@ def check_levels_store_parts_with_scale_of_whole_weight():
         assert type(local_part(together.block.up.weight)) is torch.Tensor
         assert torch.equal(together.block.up.weight.full_tensor(), values)
     third = WIDTH * WIDTH / (WIDTH * WIDTH + 2 * WIDTH * INNER)
-    expected = {"O1": 11, "O2": 6}  # per element of a rank, and a rank has all of one layer in three
+    # per element of a rank, and a rank has all of one layer in three
+    expected = {"O1": 11, "O2": 6}
     for level, found in figures.items():
         assert abs(found / (expected[level] * (third + (1 - third) / 2)) - 1) < 0.01, figures
     return figures
@@ -175,7 +201,10 @@ def check_refusals():
             fp8_backends.prepare(split(Net()), None, spec)
     model = Net()
     made_before = torch.optim.AdamW(model.parameters())  # would train only the replicated layers
-    with pytest.raises(FP8BackendError, match=r"before ranks shared block.up.weight, block.up.bias, block.down.weight"):
+    with pytest.raises(
+        FP8BackendError,
+        match=r"before ranks shared block.up.weight, block.up.bias, block.down.weight",
+    ):
         fp8_backends.prepare(split(model), made_before, "native:dynamic")
 
 
@@ -197,7 +226,11 @@ def prepared(spec, dp: int = 1, seed: int = 0, **fields):
     recipe = fp8_backends.FP8RecipeKwargs(backend=spec, **fields)
     parallelism = WithoutGPUs(tp_size=2, dp_shard_size=dp)
     acc = Accelerator(
-        mixed_precision="fp8", kwargs_handlers=[recipe], parallelism_config=parallelism, cpu=True, **arguments
+        mixed_precision="fp8",
+        kwargs_handlers=[recipe],
+        parallelism_config=parallelism,
+        cpu=True,
+        **arguments,
     )
     if dp > 1:  # without a GPU, Accelerate always takes DDP
         for state in (PartialState, AcceleratorState):
@@ -216,13 +249,19 @@ def shared_folder() -> str:
 
 
 def check_guard_compares_and_skips_on_all_ranks():
-    """A non-finite loss on one rank skips the step on all. Replicated values agree after each step."""
+    """A non-finite loss on one rank skips the step on all. Replicated values agree after each
+    step."""
     guard.COMPARED_EVERY = 1
     acc, model, optimizer = prepared("native:dynamic", guard="skip")
     train(model, optimizer, 2, backward=acc.backward)
     before = model.mix.weight.detach().clone()
     last = dist.get_rank() == dist.get_world_size() - 1
-    train(model, optimizer, 1, backward=lambda loss: acc.backward(loss * (float("inf") if last else 1)))
+    train(
+        model,
+        optimizer,
+        1,
+        backward=lambda loss: acc.backward(loss * (float("inf") if last else 1)),
+    )
     assert torch.equal(model.mix.weight, before)
     kinds = {fault.kind for fault in guard.faults(optimizer)}
     assert kinds == {"loss", "gradient"}, kinds
@@ -240,7 +279,9 @@ def check_files_hold_whole_values():
         stock.load_state_dict(load_file(file))
         assert all(torch.equal(value, values[name]) for name, value in stock.state_dict().items())
     saved = torch.load(Path(folder, "optimizer.bin"), weights_only=True)["state"].values()
-    assert {moment.shape for moment in (state["exp_avg"] for state in saved)} == {p.shape for p in stock.parameters()}
+    assert {moment.shape for moment in (state["exp_avg"] for state in saved)} == {
+        p.shape for p in stock.parameters()
+    }
 
 
 # On four ranks: two share a layer, and FSDP2 shards it over two pairs
@@ -260,18 +301,25 @@ def fsdp2_over_parts():
 
 
 def fsdp2_gathers_the_common_scale():
-    """Write values to shards with the scale of the whole tensor, over both dimensions of the mesh."""
+    """Write values to shards with the scale of the whole tensor, over both dimensions of the
+    mesh."""
     acc, model, optimizer = prepared("msamp:O2", dp=2)
     for name, places in (("up", [0, 64, 32, 96]), ("down", None)):
         weight = getattr(model.block, name).weight
-        assert weight.device_mesh.shape == (2, 2) and weight.to_local().numel() * 4 == weight.numel()
+        assert (
+            weight.device_mesh.shape == (2, 2) and weight.to_local().numel() * 4 == weight.numel()
+        )
         first = [None] * 4
         dist.all_gather_object(first, first_element(weight))
-        assert len(set(first)) == 4 and (places is None or first == [row * WIDTH for row in places]), (name, first)
+        assert len(set(first)) == 4 and (
+            places is None or first == [row * WIDTH for row in places]
+        ), (name, first)
         with torch.no_grad():
             local_part(weight).copy_(torch.full(weight.to_local().shape, 2.0 ** dist.get_rank()))
     train(model, optimizer, 1, rows=rows(), backward=acc.backward)
-    assert alike(local_part(model.block.up.weight).scale_inv) and alike(local_part(model.block.down.weight).scale_inv)
+    assert alike(local_part(model.block.up.weight).scale_inv) and alike(
+        local_part(model.block.down.weight).scale_inv
+    )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ def test_prepared_model_lists_parameters_ignored_by_ddp():
 def test_restored_model_clears_parameters_ignored_by_ddp():
     model = prepared()
     restore(model)
-    assert not hasattr(model, IGNORE_LIST) and not any(hasattr(p, "_ddp_ignored") for p in model.parameters())
+    assert not hasattr(model, IGNORE_LIST) and not any(
+        hasattr(p, "_ddp_ignored") for p in model.parameters()
+    )
     with_a_list = nn.Sequential(nn.Linear(32, 32))
     setattr(with_a_list, IGNORE_LIST, ["0.bias"])
     fp8_backends.prepare(with_a_list, None, "msamp:O2")

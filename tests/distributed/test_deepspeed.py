@@ -21,11 +21,18 @@ def test_levels_train_under_deepspeed_as_under_ddp(subtests):
     report(subtests, run("deepspeed_level_checks.py", 2, **environment))
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_routes_to_levels_under_deepspeed(count, subtests, tmp_path):
-    """By Trainer and by files of other projects; checkpoints of two ranks resume on one and four."""
+    """By Trainer and by files of other projects; checkpoints of two ranks resume on one and
+    four."""
     pytest.importorskip("deepspeed")
-    environment = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": "", "DEEPSPEED_CHECKPOINTS": str(tmp_path)}
+    environment = {
+        "ACCELERATE_USE_CPU": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DEEPSPEED_CHECKPOINTS": str(tmp_path),
+    }
     checks = ["write_checkpoints"]
     if count == 1:
         checks += ["check_trainer_resumes_bitwise", "check_files_of_other_projects"]
@@ -37,13 +44,20 @@ def test_routes_to_levels_under_deepspeed(count, subtests, tmp_path):
     for level, losses in written["write_checkpoints"]["figures"].items():
         with subtests.test(f"{level} continues on {count} as it would have"):
             resumed = read["read_checkpoints"]["figures"][level]
-            assert resumed[0] == pytest.approx(losses[0], abs=1e-6), "before any gradient was reduced over other ranks"
-            assert resumed == pytest.approx(losses, rel=5e-3)  # gradients in E4M3 are rounded at other places
+            assert resumed[0] == pytest.approx(losses[0], abs=1e-6), (
+                "before any gradient was reduced over other ranks"
+            )
+            # gradients in E4M3 are rounded at other places
+            assert resumed == pytest.approx(losses, rel=5e-3)
 
 
 @pytest.mark.nightly
 def test_levels_under_deepspeed_on_four_ranks(subtests):
     pytest.importorskip("deepspeed")
     environment = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
-    checks = ("check_losses_equal_ddp_at_every_stage", "check_bytes_a_weight_on_each_rank", "check_wire_as_under_ddp")
+    checks = (
+        "check_losses_equal_ddp_at_every_stage",
+        "check_bytes_a_weight_on_each_rank",
+        "check_wire_as_under_ddp",
+    )
     report(subtests, run("deepspeed_level_checks.py", 4, *checks, **environment))

@@ -1,4 +1,5 @@
-"""Lose a rank in the middle of a step: the others fail in bounded time, and the last checkpoint resumes."""
+"""Lose a rank in the middle of a step: the others fail in bounded time, and the last checkpoint
+resumes."""
 
 from __future__ import annotations
 
@@ -15,8 +16,22 @@ from ranks import HERE, REPOSITORY
 def outcome(tmp_path_factory):
     """Return the outcome per scenario, and the folder of all runs."""
     folder = tmp_path_factory.mktemp("faults")
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", str(len(SCENARIOS))]
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.2"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--max-restarts",
+        str(len(SCENARIOS)),
+    ]
+    launcher += [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        "--monitor-interval",
+        "0.2",
+    ]
     ended = warm_process.run(
         *launcher,
         str(HERE / "faults.py"),
@@ -26,18 +41,25 @@ def outcome(tmp_path_factory):
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",
             "ACCELERATE_USE_CPU": "true",
-            # else torch 2.13 passes the store of the first attempt to the next ones, which find dead ranks' addresses
+            # else torch 2.13 passes the store of the first attempt to the next ones, which find
+            # dead ranks' addresses
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         },
         timeout=200,
     )
-    lines = [line.removeprefix("RESULT ") for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+    lines = [
+        line.removeprefix("RESULT ")
+        for line in ended.stdout.splitlines()
+        if line.startswith("RESULT ")
+    ]
     assert ended.returncode == 0 and len(lines) == 1, ended.stdout[-3000:] + ended.stderr[-8000:]
     return json.loads(lines[0]), folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[" ".join(scenario) for scenario in SCENARIOS])
+@pytest.mark.parametrize(
+    "number", range(len(SCENARIOS)), ids=[" ".join(scenario) for scenario in SCENARIOS]
+)
 def test_lost_rank_is_detected_and_last_checkpoint_resumes(outcome, number):
     noticed, folder = outcome
     found = noticed[number]

@@ -1,4 +1,5 @@
-"""Shard every compute and level over ranks with FSDP2, by plain `fully_shard` and through Accelerate."""
+"""Shard every compute and level over ranks with FSDP2, by plain `fully_shard` and through
+Accelerate."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import pytest
 from ranks import report, run
 
 LARGEST_GAP = 0.01
-"""Nats between a run on one rank and the same data on several. Differences: gradients are rounded to E4M3 on the wire
-(0.026 relative L2, unbiased), and dynamic scales follow half a batch. Both act as noise in a gradient already rounded
-to E4M3 and E5M2; the final loss may differ from bf16 by 0.01."""
+"""Nats between a run on one rank and the same data on several. Differences: gradients are rounded
+to E4M3 on the wire (0.026 relative L2, unbiased), and dynamic scales follow half a batch. Both act
+as noise in a gradient already rounded to E4M3 and E5M2; the final loss may differ from bf16 by
+0.01."""
 
 
 @pytest.mark.slow
@@ -42,7 +44,8 @@ def test_fsdp2_on_a_hybrid_mesh(subtests):
 
 
 @pytest.mark.parametrize(
-    "numbers", [pytest.param((1,), marks=pytest.mark.slow), pytest.param((1, 4), marks=pytest.mark.nightly)]
+    "numbers",
+    [pytest.param((1,), marks=pytest.mark.slow), pytest.param((1, 4), marks=pytest.mark.nightly)],
 )
 def test_checkpoint_of_two_ranks_resumes_on_other_world_sizes(numbers, subtests, tmp_path):
     folder = {"FSDP2_CHECKPOINTS": str(tmp_path)}
@@ -55,4 +58,6 @@ def test_checkpoint_of_two_ranks_resumes_on_other_world_sizes(numbers, subtests,
             with subtests.test(f"{level} goes on on {readers} as it would have"):
                 resumed = read["read_checkpoints"]["figures"][level]
                 assert max(abs(a - b) for a, b in zip(losses, resumed, strict=True)) <= LARGEST_GAP
-                assert abs(losses[0] - resumed[0]) <= 1e-4, "before any gradient was reduced over other ranks"
+                assert abs(losses[0] - resumed[0]) <= 1e-4, (
+                    "before any gradient was reduced over other ranks"
+                )

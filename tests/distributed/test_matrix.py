@@ -1,4 +1,5 @@
-"""Every backend under every engine through stock Accelerate: save, resume, clip, accumulate, compile, or refused."""
+"""Every backend under every engine through stock Accelerate: save, resume, clip, accumulate,
+compile, or refused."""
 
 from __future__ import annotations
 

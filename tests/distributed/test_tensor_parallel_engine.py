@@ -1,4 +1,5 @@
-"""Tensor parallelism around the products: one run on two ranks, and one on four for FSDP2 over the parts."""
+"""Tensor parallelism around the products: one run on two ranks, and one on four for FSDP2 over the
+parts."""
 
 import pytest
 from ranks import report, run

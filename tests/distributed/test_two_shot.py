@@ -1,4 +1,5 @@
-"""The two-shot collective on 1, 3 and 8 ranks, and simulated at 2 to 32. The other files have 2 and 4."""
+"""The two-shot collective on 1, 3 and 8 ranks, and simulated at 2 to 32. The other files have 2 and
+4."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def test_collective_on_two_ranks(ranks, subtests):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["independent", "correlated", "heavy-tailed", "rows of many sizes"])
+@pytest.mark.parametrize(
+    "kind", ["independent", "correlated", "heavy-tailed", "rows of many sizes"]
+)
 @pytest.mark.parametrize("ranks", [2, 4, 8, 32])
 def test_mean_of_many_ranks_is_within_4_percent(ranks, kind):
     gradients = [two_shot_checks.of_rank(kind, 2**17, rank) for rank in range(ranks)]
@@ -26,7 +29,8 @@ def test_mean_of_many_ranks_is_within_4_percent(ranks, kind):
 
 
 def test_a_ring_of_fp8_sums_is_several_times_worse():
-    """Measure the alternative to the two-shot form: FP8 partial sums after a factor 1/sqrt(N), 32 ranks."""
+    """Measure the alternative to the two-shot form: FP8 partial sums after a factor 1/sqrt(N), 32
+    ranks."""
     gradients = [two_shot_checks.of_rank("correlated", 2**16, rank) for rank in range(32)]
     scale = 448 / (max(g.abs().max() for g in gradients) * 32**0.5)
     total = torch.zeros(2**16)

@@ -33,7 +33,9 @@ def of_rank(kind: str, numel: int, rank: int, seed: int = 0) -> torch.Tensor:
     if kind == "heavy-tailed":  # Student's t with 3 degrees of freedom
         chi = sum(torch.randn(numel, generator=own).square() for _ in range(3)) / 3
         return noise / chi.sqrt()
-    rows = torch.exp(2 * torch.randn(-(-numel // 256), generator=shared)).repeat_interleave(256)[:numel]
+    rows = torch.exp(2 * torch.randn(-(-numel // 256), generator=shared)).repeat_interleave(256)[
+        :numel
+    ]
     return noise * rows
 
 
@@ -49,12 +51,16 @@ def gradients(kind: str, numel: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def relative(result: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((result.double() - exact.double()).norm() / exact.double().norm()).item() if exact.numel() else 0.0
+    return (
+        ((result.double() - exact.double()).norm() / exact.double().norm()).item()
+        if exact.numel()
+        else 0.0
+    )
 
 
 def within_half_a_step(result, exact, magnitude, roundings: int) -> bool:
-    """Return True if each error is at most a half step for each rounding, 2**-4 of the magnitude (5 % of slack for
-    roundings of roundings), or the step of a subnormal number."""
+    """Return True if each error is at most a half step for each rounding, 2**-4 of the magnitude (5
+    % of slack for roundings of roundings), or the step of a subnormal number."""
     if not exact.numel():
         return True
     bound = magnitude.float() * 2.0**-4 * roundings * 1.05 + magnitude.float().max() * 2.0**-16
@@ -78,15 +84,23 @@ def check_mean_of_every_size_and_dtype():
             assert result.dtype == dtype and result.shape == mine[rank].shape
             assert equal_on_all_ranks(result), (numel, dtype)
             if numel >= 1000:
-                assert relative(result, exact) <= LARGEST_ERROR, (numel, dtype, relative(result, exact))
-            assert within_half_a_step(result, exact, sum(g.abs() for g in mine) / len(mine), roundings=2)
+                assert relative(result, exact) <= LARGEST_ERROR, (
+                    numel,
+                    dtype,
+                    relative(result, exact),
+                )
+            assert within_half_a_step(
+                result, exact, sum(g.abs() for g in mine) / len(mine), roundings=2
+            )
 
 
 def check_error_of_the_mean_by_kind_of_gradient():
     errors = {}
     for kind in ("independent", "correlated", "heavy-tailed", "rows of many sizes"):
         all_of = gradients(kind, 2**18)
-        errors[kind] = relative(all_reduce(all_of[dist.get_rank()]), torch.stack(all_of).double().mean(0))
+        errors[kind] = relative(
+            all_reduce(all_of[dist.get_rank()]), torch.stack(all_of).double().mean(0)
+        )
         assert errors[kind] <= LARGEST_ERROR, errors
     return errors
 
@@ -95,7 +109,10 @@ def check_reduce_scatter_of_every_size():
     rank, size = dist.get_rank(), dist.get_world_size()
     for columns in SIZES:
         for factor in (1 / size, 1.0):
-            rows = [torch.stack([of_rank("independent", columns, r, s) for s in range(size)]) for r in range(size)]
+            rows = [
+                torch.stack([of_rank("independent", columns, r, s) for s in range(size)])
+                for r in range(size)
+            ]
             result = reduce_scatter(rows[rank], factor=factor)
             exact = torch.stack([each[rank] for each in rows]).sum(0) * factor
             assert result.dtype == torch.float32 and result.shape == (columns,)
@@ -122,7 +139,10 @@ def check_a_sum_beyond_fp32_is_not_finite():
 
 def check_overlapping_buckets_match_sequential_buckets():
     rank = dist.get_rank()
-    values = [of_rank("heavy-tailed", numel, rank, seed) for seed, numel in enumerate((5000, 0, 129, 70_000, 1))]
+    values = [
+        of_rank("heavy-tailed", numel, rank, seed)
+        for seed, numel in enumerate((5000, 0, 129, 70_000, 1))
+    ]
     alone = [all_reduce(each) for each in values]
     under_way = []
     for each in values:
@@ -141,7 +161,12 @@ def check_padding_of_long_rows_changes_nothing():
     """Padding rounds long rows up to a multiple of 16 bytes, unless ranks own fixed parts."""
     mine = of_rank("heavy-tailed", 5000, dist.get_rank())
     rows = torch.stack([mine + rank for rank in range(dist.get_world_size())])
-    averaged, of_rows, plain, long = mine.clone(), reduce_scatter(rows), all_reduce(mine), two_shot.LONG
+    averaged, of_rows, plain, long = (
+        mine.clone(),
+        reduce_scatter(rows),
+        all_reduce(mine),
+        two_shot.LONG,
+    )
     AllReduce(mine, rounded=True).write([Part(averaged, 0)])
     two_shot.LONG = 1000
     try:
@@ -163,11 +188,16 @@ def simulated_mean(all_of: list[torch.Tensor]) -> torch.Tensor:
     """The two-shot mean over any number of ranks, in one process."""
     size, numel = len(all_of), all_of[0].numel()
     columns = -(-numel // (size * BLOCK)) * BLOCK
-    rows = [torch.nn.functional.pad(each, (0, size * columns - numel)).view(size, columns) for each in all_of]
+    rows = [
+        torch.nn.functional.pad(each, (0, size * columns - numel)).view(size, columns)
+        for each in all_of
+    ]
     contributions = [values_of(encode(of_rank)) for of_rank in rows]
     shards = []
     for owner in range(size):
-        arrived = torch.stack([contributions[r][owner] if r != owner else rows[r][owner] for r in range(size)])
+        arrived = torch.stack(
+            [contributions[r][owner] if r != owner else rows[r][owner] for r in range(size)]
+        )
         shards.append(arrived.sum(0) / size)
     return values_of(encode(torch.stack(shards))).reshape(-1)[:numel]
 

@@ -1,5 +1,5 @@
-"""Generate parts of the documentation: known problems, chips, engines, features, fields of recipes, packed autograd
-nodes, rooms, and the list of examples.
+"""Generate parts of the documentation: known problems, chips, engines, features, fields of recipes,
+packed autograd nodes, rooms, and the list of examples.
 
 python tests/docs/generated.py --write    writes them into the pages
 """
@@ -13,7 +13,9 @@ import textwrap
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "distributed", "house")]
+sys.path += [
+    str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "distributed", "house")
+]
 import feature_table  # noqa: E402
 import matrix  # noqa: E402
 from documents import GUIDES, ROOT  # noqa: E402
@@ -57,7 +59,8 @@ def rules() -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape plain text for reStructuredText: `code` as literals, no accidental emphasis or references."""
+    """Escape plain text for reStructuredText: `code` as literals, no accidental emphasis or
+    references."""
     parts = text.split("`")
     plain = [part.replace("*", "\\*").replace("_ ", "\\_ ") for part in parts[::2]]
     code = [f"``{part}``" for part in parts[1::2]]
@@ -70,7 +73,9 @@ def engines() -> str:
     rows = []
     for backend in (*matrix.BACKENDS, *matrix.TE_BACKENDS):
         refused = {name for name in matrix.ENGINES if matrix.refusal(backend, name, "train")}
-        cells = ("refused" if name in refused else e.cell(backend) for name, e in matrix.ENGINES.items())
+        cells = (
+            "refused" if name in refused else e.cell(backend) for name, e in matrix.ENGINES.items()
+        )
         rows.append([f"``{backend}``", *cells])
     return simple_table([header, *rows])
 
@@ -79,7 +84,10 @@ def features() -> str:
     """Return Accelerate's features by backend, from `tests/feature_table.py`, with notes."""
     numbers, backends = feature_table.notes(), feature_table.BACKENDS
     rows = [
-        [f"{feature.name} ({numbers[feature.note]})" if feature.note else feature.name, *map(feature.cell, backends)]
+        [
+            f"{feature.name} ({numbers[feature.note]})" if feature.note else feature.name,
+            *map(feature.cell, backends),
+        ]
         for feature in feature_table.FEATURES
     ]
     header = ["feature", *(f"``{backend}``" for backend in backends)]
@@ -95,7 +103,10 @@ def gallery() -> str:
     entries = []
     for each in examples().values():
         text = f"{textwrap.fill(escaped(each.shows), WIDTH - 4)}\nStart: ``{each.start}``"
-        entries.append(f"`{each.script.stem} <../examples/{each.script.name}>`_\n{textwrap.indent(text, '    ')}")
+        entries.append(
+            f"`{each.script.stem} "
+            f"<../examples/{each.script.name}>`_\n{textwrap.indent(text, '    ')}"
+        )
     return "\n".join(entries)
 
 
@@ -110,7 +121,9 @@ def packed_nodes() -> str:
 
 def constants() -> str:
     """Return the constants of the time model, with their sources."""
-    rows = [[name, f"{each.value:.3g}", escaped(each.source)] for name, each in rates.CONSTANTS.items()]
+    rows = [
+        [name, f"{each.value:.3g}", escaped(each.source)] for name, each in rates.CONSTANTS.items()
+    ]
     return simple_table([["constant", "value", "source"], *rows])
 
 
@@ -141,8 +154,13 @@ def recipe_fields() -> str:
             read_by = f"level{'s' * (len(field.levels) > 1)} {', '.join(field.levels)}"
         else:
             read_by = fields.readers(field.name)
-        lines.append(f"``{field.name}``" + (f" ({field.values_and_default})" if field.values_and_default else ""))
-        text = f"{fields.help_of(field)} *Read by* {read_by}.".replace("_ ", "\\_ ").replace("**", "\\*\\*")
+        lines.append(
+            f"``{field.name}``"
+            + (f" ({field.values_and_default})" if field.values_and_default else "")
+        )
+        text = f"{fields.help_of(field)} *Read by* {read_by}.".replace("_ ", "\\_ ").replace(
+            "**", "\\*\\*"
+        )
         lines += textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines) + "\n"
 
@@ -158,19 +176,29 @@ def written(document: Path) -> str:
         return text[: re.search(r"^.+\n---+\n", text, re.M).start()] + rules()
     for name, table in TABLES[document.name].items():
         marked = rf"^\.\. begin table {name}\n.*?^\.\. end table {name}\n"
-        text = re.sub(marked, lambda _, name=name, table=table: between(name, table()), text, flags=re.DOTALL | re.M)
+        text = re.sub(
+            marked,
+            lambda _, name=name, table=table: between(name, table()),
+            text,
+            flags=re.DOTALL | re.M,
+        )
     return text
 
 
 def rooms() -> str:
-    """Return the rooms of the package, the lowest floor first, with the first line of each docstring."""
+    """Return the rooms of the package, the lowest floor first, with the first line of each
+    docstring."""
     rows = [["floor", "room", "contents"]]
     for floor, names in enumerate(FLOORS):
         for room in names:
             path = ROOT / "fp8_backends" / ("" if room == "__init__" else room)
             file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
             shown = {"__init__": "``fp8_backends``"}.get(room, f"``{room}``")
-            first = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))).split("\n\n")[0].replace("\n", " ")
+            first = (
+                ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+                .split("\n\n")[0]
+                .replace("\n", " ")
+            )
             rows.append([str(floor), shown, escaped(first)])
     return simple_table(rows)
 

@@ -1,5 +1,5 @@
-"""Execute the example notebooks. `python tests/docs/notebooks.py --write` stores their outputs, without times and names
-of this machine."""
+"""Execute the example notebooks. `python tests/docs/notebooks.py --write` stores their outputs,
+without times and names of this machine."""
 
 from __future__ import annotations
 
@@ -19,17 +19,27 @@ NOTEBOOKS = sorted((ROOT / "fp8_backends" / "examples").glob("*.ipynb"))
 
 
 def executed(path: Path) -> nbformat.NotebookNode:
-    """Run a notebook in an empty folder, on the CPU. Raises `CellExecutionError` for a cell that fails."""
+    """Run a notebook in an empty folder, on the CPU. Raises `CellExecutionError` for a cell that
+    fails."""
     notebook = nbformat.read(path, 4)
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    environment |= {"PATH": programs, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")
+    }
+    environment |= {
+        "PATH": programs,
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "100",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(notebook, timeout=240, kernel_name="python3", record_timing=False)
         client.resources = {"metadata": {"path": folder}}
         client.execute(env=environment)
-    notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    notebook.metadata = {
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+    }
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = joined(cell.outputs)
@@ -56,7 +66,8 @@ def text_of(output: nbformat.NotebookNode) -> str:
 
 
 def structure(notebook: nbformat.NotebookNode) -> list[list[tuple]]:
-    """Describe the outputs of each code cell: their kinds, their numbers of lines, and proof lines without engines."""
+    """Describe the outputs of each code cell: their kinds, their numbers of lines, and proof lines
+    without engines."""
     return [
         [
             (

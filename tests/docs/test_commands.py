@@ -12,7 +12,16 @@ import pytest
 import warm_process
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from documents import DOCUMENTS, GUIDES, README, ROOT, code_blocks, commands, literal_blocks, script_without_recipe
+from documents import (
+    DOCUMENTS,
+    GUIDES,
+    README,
+    ROOT,
+    code_blocks,
+    commands,
+    literal_blocks,
+    script_without_recipe,
+)
 from torch.distributed.run import get_args_parser
 from widths import nightly_but
 
@@ -46,7 +55,11 @@ def trained_backend(line: str, monkeypatch) -> str:
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
     program, *arguments = words
-    start = {"fp8-backends": ["-m", "fp8_backends"], "torchrun": ["-m", "torch.distributed.run"], "python": []}[program]
+    start = {
+        "fp8-backends": ["-m", "fp8_backends"],
+        "torchrun": ["-m", "torch.distributed.run"],
+        "python": [],
+    }[program]
     ended = warm_process.run(*start, *arguments)
     assert ended.returncode == 0, ended.stderr
     (proof,) = re.findall(r"^(\S+): 2/2 Linear, 100 % of weight FLOPs", ended.stderr, re.M)
@@ -55,7 +68,8 @@ def trained_backend(line: str, monkeypatch) -> str:
 
 TRAINS_HERE = {
     "fp8-backends launch --fp8_backend native:dynamic train.py": "native:dynamic",
-    "ACCELERATE_MIXED_PRECISION=fp8 ACCELERATE_FP8_BACKEND=native:rowwise python train.py": "native:rowwise",
+    "ACCELERATE_MIXED_PRECISION=fp8 ACCELERATE_FP8_BACKEND=native:rowwise python "
+    "train.py": "native:rowwise",
     "fp8-backends launch --fp8_backend native:rowwise train.py --lr 1e-4": "native:rowwise",
     "fp8-backends launch --cpu --num_processes 2 --fp8_backend msamp:O2 train.py": "msamp:O2",
 }
@@ -74,7 +88,8 @@ def test_every_cpu_training_command_trains_with_its_backend(line, folder, monkey
 def test_the_torchrun_command_trains_on_two_processes(folder, monkeypatch):
     assert UNDER_TORCHRUN in commands()
     (folder / "train.py").write_text(code_blocks("python", README)[0].text)
-    alone = UNDER_TORCHRUN.replace("torchrun", "torchrun --standalone")  # alongside other tests on this machine
+    # alongside other tests on this machine
+    alone = UNDER_TORCHRUN.replace("torchrun", "torchrun --standalone")
     assert trained_backend(alone, monkeypatch) == "native:dynamic"
 
 
@@ -96,7 +111,10 @@ def test_launcher_parses_every_other_launch_command(line):
         if "--config_file" not in line:  # the configuration's own test reads that file
             name = re.search(r"--fp8_backend (\S+)", line)[1]
             recipe = FP8RecipeKwargs(**recipe_fields(asked, Configuration()))
-            fields = {name: int(number) for name, number in re.findall(r"--fp8_(margin|monitor_every) (\d+)", line)}
+            fields = {
+                name: int(number)
+                for name, number in re.findall(r"--fp8_(margin|monitor_every) (\d+)", line)
+            }
             assert recipe == FP8RecipeKwargs(backend=name, **fields)
 
 
@@ -112,7 +130,9 @@ def test_the_config_commands_and_their_files_match_the_guide(folder, capsys):
             Path(target.strip()).write_text(written)
     assert read("accelerate.yaml").recipe.name == "te:delayed+msamp:O2"  # the second line's output
     main(["config", "axolotl.yaml", "--num_processes", "8"])
-    explained = next(block.text for block in literal_blocks(guide) if block.text.startswith("backend "))
+    explained = next(
+        block.text for block in literal_blocks(guide) if block.text.startswith("backend ")
+    )
     said = capsys.readouterr().err
     assert all(line in said for line in explained.splitlines())
 
@@ -120,14 +140,22 @@ def test_the_config_commands_and_their_files_match_the_guide(folder, capsys):
 def test_launcher_yaml_is_read(folder):
     assert dict(resolve("recipe.yaml").layers) == {"*.down_proj": "native:mxfp8", "first": 1}
     recipe = read("fsdp.yaml").recipe
-    assert (recipe.name, recipe.amax_history_len, recipe.exclude) == ("native:delayed+msamp:O3", 16, ("lm_head",))
+    assert (recipe.name, recipe.amax_history_len, recipe.exclude) == (
+        "native:delayed+msamp:O3",
+        16,
+        ("lm_head",),
+    )
 
 
 def test_files_for_other_programs_agree(folder):
-    """These programs do not install together with this package (`trainers.rst` has the reasons); the guide shows
-    manually tested files."""
-    info, examples = (json.loads(block.text) for block in code_blocks("json", GUIDES / "trainers.rst"))
-    factory, axolotl = (yaml.safe_load(Path(name).read_text()) for name in ("fp8_sft.yaml", "fp8.yaml"))
+    """These programs do not install together with this package (`trainers.rst` has the reasons);
+    the guide shows manually tested files."""
+    info, examples = (
+        json.loads(block.text) for block in code_blocks("json", GUIDES / "trainers.rst")
+    )
+    factory, axolotl = (
+        yaml.safe_load(Path(name).read_text()) for name in ("fp8_sft.yaml", "fp8.yaml")
+    )
     assert info[factory["dataset"]]["file_name"] == axolotl["datasets"][0]["path"]
     assert examples[0].keys() == {"instruction", "input", "output"}  # the "alpaca" of both
 
@@ -168,7 +196,11 @@ def parsed(name: str, command) -> list[argparse.Namespace]:
 
 
 def test_command_options_and_backends_exist():
-    compared, advised, (monitored,) = parsed("compare", compare), parsed("advise", advise), parsed("monitor", monitor)
+    compared, advised, (monitored,) = (
+        parsed("compare", compare),
+        parsed("advise", advise),
+        parsed("monitor", monitor),
+    )
     assert len(compared) >= 2 and len(advised) >= 2
     names = ",".join(filter(None, [*(c.backends for c in compared), *(a.backend for a in advised)]))
     assert all(map(resolve, names.split(",")))
@@ -195,11 +227,16 @@ def test_doctor_commands_describe_this_machine_and_chips(capsys):
         assert main([*shlex.split(line)[1:], "--no-test"]) == 0
         shown[line] = capsys.readouterr().out
     assert "native:mxfp8" in shown["fp8-backends doctor"]
-    assert "H100" in shown["fp8-backends doctor --chip h100"] and "RTX 50" in shown["fp8-backends doctor --chips"]
+    assert (
+        "H100" in shown["fp8-backends doctor --chip h100"]
+        and "RTX 50" in shown["fp8-backends doctor --chips"]
+    )
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("python benchmarks/")])
+@pytest.mark.parametrize(
+    "line", [line for line in commands() if line.startswith("python benchmarks/")]
+)
 def test_benchmark_options_exist(line, folder):
     _, script, *arguments = shlex.split(line)
     shown = warm_process.run(str(ROOT / script), "--help")
@@ -212,24 +249,41 @@ def test_paths_and_markers_of_test_commands_exist(pytestconfig):
     assert len(lines) >= 2
     for line in lines:
         words = shlex.split(line)
-        assert all((ROOT / word).exists() for word in words if "/" in word and "::" not in word and "=" not in word)
+        assert all(
+            (ROOT / word).exists()
+            for word in words
+            if "/" in word and "::" not in word and "=" not in word
+        )
     markers = {marker.split(":")[0] for marker in pytestconfig.getini("markers")}
     expressions = re.findall(r' -m (?!pytest|sphinx)("[^"]+"|\w+)', "\n".join(lines))
-    used = {word for expression in expressions for word in re.findall(r"\w+", expression)} - {"not", "and", "or"}
+    used = {word for expression in expressions for word in re.findall(r"\w+", expression)} - {
+        "not",
+        "and",
+        "or",
+    }
     assert used == markers & {"slow", "nightly"} == {"slow", "nightly"}
 
 
 def test_pip_extras_are_quoted():
     """zsh reads them as file patterns."""
     files = [*DOCUMENTS, *(ROOT / "fp8_backends").rglob("*.py")]
-    found = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if "pip install" in line]
-    assert found and not [line for line in found if re.search(r"pip install(\s+[^\s'\"]+)*\s+[^\s'\"(){}]*\[", line)]
+    found = [
+        line
+        for file in files
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if "pip install" in line
+    ]
+    assert found and not [
+        line for line in found if re.search(r"pip install(\s+[^\s'\"]+)*\s+[^\s'\"(){}]*\[", line)
+    ]
 
 
 def test_readme_has_one_line_that_installs_and_tests():
     """`.ci/run` looks for it with this pattern."""
     pattern = r"^\s+(\$ )?(python -m pip install .*pytest.*)$"
-    assert "(python -m pip install .*pytest.*)$" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "(python -m pip install .*pytest.*)$" in (ROOT / ".ci" / "run").read_text(
+        encoding="utf-8"
+    )
     assert len(re.findall(pattern, README.read_text(encoding="utf-8"), re.M)) == 1
 
 

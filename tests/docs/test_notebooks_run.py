@@ -17,7 +17,9 @@ def test_stored_outputs_name_no_machine():
         nbformat.validate(notebook)
         outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
         assert sum(map(bool, outputs)) > len(outputs) / 2
-        assert not re.search(r"/(tmp|home|root|work|usr)/|ipykernel_|\d\d:\d\d", json.dumps(outputs))
+        assert not re.search(
+            r"/(tmp|home|root|work|usr)/|ipykernel_|\d\d:\d\d", json.dumps(outputs)
+        )
 
 
 @pytest.mark.nightly

@@ -34,11 +34,15 @@ def test_pictures_match_the_records():
 def test_a_picture_is_small_self_contained_and_described(name):
     text = written(name)
     root = ElementTree.fromstring(text)
-    title, description = (root.find(f"{{http://www.w3.org/2000/svg}}{tag}") for tag in ("title", "desc"))
+    title, description = (
+        root.find(f"{{http://www.w3.org/2000/svg}}{tag}") for tag in ("title", "desc")
+    )
     assert len(title.text) > 10 and len(description.text) > 40
     assert len(text.encode()) < 30_000
     assert "var(" not in text
-    assert re.findall(r"https?://[^\"]+|<script|<image|href|@import|url\(", text) == ["http://www.w3.org/2000/svg"]
+    assert re.findall(r"https?://[^\"]+|<script|<image|href|@import|url\(", text) == [
+        "http://www.w3.org/2000/svg"
+    ]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -46,8 +50,12 @@ def test_texts_have_contrast(theme):
     """4.5 is WCAG's bound for text (level AA)."""
     color = pictures.colors(theme)
     assert (pictures.luminance(color["card"]) > 0.5) == (theme == "light")
-    pairs = [(color[ink], color[ground]) for ink in ("ink", "ink-2") for ground in ("card", "rule-2")]
-    pairs += [(pictures.readable_on(color[name]), color[name]) for name in pictures.LEVEL_PARTS.values()]
+    pairs = [
+        (color[ink], color[ground]) for ink in ("ink", "ink-2") for ground in ("card", "rule-2")
+    ]
+    pairs += [
+        (pictures.readable_on(color[name]), color[name]) for name in pictures.LEVEL_PARTS.values()
+    ]
     assert min(pictures.contrast(*pair) for pair in pairs) >= 4.5
     assert pictures.contrast("#000000", "#ffffff") == pytest.approx(21)
 
@@ -55,14 +63,24 @@ def test_texts_have_contrast(theme):
 def test_levels_have_the_recorded_bytes():
     """`benchmarks/memory.py` recorded a whole model."""
     totals = {row.name: round(row.total) for row in pictures.level_bytes()}
-    recorded = {each["backend"]: each for each in pictures.record("memory_cpu_avx512_bf16")["results"]}
-    expected = {name: recorded[f"msamp:{name}"]["bytes_per_element"]["total"] for name in ("O1", "O2", "O3")}
-    assert totals == {"bf16 mixed": 16, **{name: round(total) for name, total in expected.items()}, "O4": 5}
+    recorded = {
+        each["backend"]: each for each in pictures.record("memory_cpu_avx512_bf16")["results"]
+    }
+    expected = {
+        name: recorded[f"msamp:{name}"]["bytes_per_element"]["total"] for name in ("O1", "O2", "O3")
+    }
+    assert totals == {
+        "bf16 mixed": 16,
+        **{name: round(total) for name, total in expected.items()},
+        "O4": 5,
+    }
 
 
 def test_the_tree_has_each_chip_once_with_its_advice():
     of_chips, _, of_te = pictures.CHOICE.values()
-    assert sorted(key for each in of_chips for key in each.chips) == sorted(chip.key for chip in chips.CHIPS)
+    assert sorted(key for each in of_chips for key in each.chips) == sorted(
+        chip.key for chip in chips.CHIPS
+    )
     for each in of_chips:
         for chip in (chip for chip in chips.CHIPS if chip.key in each.chips):
             advice = chips.advice_for(chip.architecture or chip.since, cpu_bf16=True)
@@ -83,9 +101,19 @@ def test_the_tree_takes_what_the_readme_or_the_guide_names():
     )
     exits = [each for answers in pictures.CHOICE.values() for each in answers]
     named = {
-        word for each in exits for word in re.findall(r"[\w+]+:[\w…]+|\bte\b|\bao\b", f"{each.take} {each.reason}")
+        word
+        for each in exits
+        for word in re.findall(r"[\w+]+:[\w…]+|\bte\b|\bao\b", f"{each.take} {each.reason}")
     }
-    assert named == {"native:…", "msamp:O2", "msamp:O4", "te", "te+msamp:O2", "ao:tensorwise", "native:dynamic"}
+    assert named == {
+        "native:…",
+        "msamp:O2",
+        "msamp:O4",
+        "te",
+        "te+msamp:O2",
+        "ao:tensorwise",
+        "native:dynamic",
+    }
     assert [name for name in named if f"``{name}" not in choice] == []
 
 

@@ -1,4 +1,5 @@
-"""Check the pages: text, links, lengths, quoted messages, generated parts, Python blocks as programs, the site."""
+"""Check the pages: text, links, lengths, quoted messages, generated parts, Python blocks as
+programs, the site."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def directives_of_sphinx(monkeypatch):
 
 def parsed(document):
     settings = {"halt_level": 2, "report_level": 2}
-    return docutils.core.publish_doctree(document.read_text(encoding="utf-8"), settings_overrides=settings)
+    return docutils.core.publish_doctree(
+        document.read_text(encoding="utf-8"), settings_overrides=settings
+    )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -61,14 +64,17 @@ def test_page_is_valid_and_relative_links_resolve(document):
             continue
         if not (document.parent / file).exists():
             missing.append(target)
-        elif section and not any(section in of["ids"] for of in parsed(document.parent / file).findall(nodes.section)):
+        elif section and not any(
+            section in of["ids"] for of in parsed(document.parent / file).findall(nodes.section)
+        ):
             missing.append(target)
     assert missing == []
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_show_light_pictures_once(name):
-    """A code host shows each picture; the site adds the dark variants, and shows the one of the reader's scheme."""
+    """A code host shows each picture; the site adds the dark variants, and shows the one of the
+    reader's scheme."""
     pictures = [image["uri"] for image in parsed(GUIDES / f"{name}.rst").findall(nodes.image)]
     assert [picture for picture in pictures if not picture.endswith("_light.svg")] == []
     dark = [GUIDES / picture.replace("_light", "_dark") for picture in pictures]
@@ -78,7 +84,10 @@ def test_pages_show_light_pictures_once(name):
 def test_the_index_lists_every_page_twice():
     """A link for a code host, and an entry of one of Sphinx's trees."""
     text = (GUIDES / "index.rst").read_text(encoding="utf-8")
-    links, tree = re.findall(r"^\* `(.+) <(\w+)\.rst>`_", text, re.M), re.findall(r"^   (.+) <(\w+)>$", text, re.M)
+    links, tree = (
+        re.findall(r"^\* `(.+) <(\w+)\.rst>`_", text, re.M),
+        re.findall(r"^   (.+) <(\w+)>$", text, re.M),
+    )
     assert links == tree
     assert sorted(page for _, page in links) == sorted({*PAGES} - {"index"})
 
@@ -95,14 +104,24 @@ def test_a_guide_has_under_1500_words(name):
 
 def test_blocks_of_code_fit_beside_the_navigation():
     """The style sheet has room for 120 characters in a window of 1,280 pixels."""
-    blocks = [block for name in PAGES for block in parsed(GUIDES / f"{name}.rst").findall(nodes.literal_block)]
-    assert [line for block in blocks for line in block.astext().splitlines() if len(line) > 120] == []
+    blocks = [
+        block
+        for name in PAGES
+        for block in parsed(GUIDES / f"{name}.rst").findall(nodes.literal_block)
+    ]
+    assert [
+        line for block in blocks for line in block.astext().splitlines() if len(line) > 120
+    ] == []
 
 
 def test_the_api_page_documents_every_public_name():
-    documented = re.findall(r"^\.\. auto\w+:: ([\w.]+)", (GUIDES / "api.rst").read_text(encoding="utf-8"), re.M)
+    documented = re.findall(
+        r"^\.\. auto\w+:: ([\w.]+)", (GUIDES / "api.rst").read_text(encoding="utf-8"), re.M
+    )
     public = [
-        f"{module.__name__}.{name}" for module in (fp8_backends, fp8_backends.checkpoints) for name in module.__all__
+        f"{module.__name__}.{name}"
+        for module in (fp8_backends, fp8_backends.checkpoints)
+        for name in module.__all__
     ]
     assert [name for name in public if name not in documented] == []
     assert len(documented) == len({*documented})
@@ -116,7 +135,9 @@ def test_troubleshooting_quotes_messages_of_the_code():
     text = (GUIDES / "troubleshooting.rst").read_text(encoding="utf-8")
     quoted = re.findall(r"^``(.+?)``(?:, ``(.+?)``)?$", text, re.M)
     messages = [message for pair in quoted for message in pair if message]
-    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "fp8_backends").glob("**/*.py"))
+    code = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "fp8_backends").glob("**/*.py")
+    )
     code = re.sub(r"[\"']\s*\n\s*f?[\"']", "", code)  # literals continued in the next line
     stock = {"layers without products: lm_head": "layers without products: "}
     missing = [message for message in messages if stock.get(message, message) not in code]
@@ -126,7 +147,13 @@ def test_troubleshooting_quotes_messages_of_the_code():
 def test_every_engine_of_a_proof_line_is_explained():
     guide = (GUIDES / "how_it_works.rst").read_text(encoding="utf-8")
     section = guide[guide.index("Reading the proof line") : guide.index("\nThe proof\n")]
-    engines = (products.SCALED_MM, products.BF16_EXACT, products.FP32_EXACT, products.EMULATED, SCALED_GROUPED_MM)
+    engines = (
+        products.SCALED_MM,
+        products.BF16_EXACT,
+        products.FP32_EXACT,
+        products.EMULATED,
+        SCALED_GROUPED_MM,
+    )
     assert [engine for engine in (*engines, "te", "ao") if f"``{engine}``" not in section] == []
 
 
@@ -141,14 +168,18 @@ def test_a_guide_shows_its_generated_part(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_marked_table_has_a_generator(document):
-    """Each program leaves the markers of the other alone, so only this finds a name that neither knows."""
+    """Each program leaves the markers of the other alone, so only this finds a name that neither
+    knows."""
     marked = re.findall(r"^\.\. begin table (\S+)", document.read_text(encoding="utf-8"), re.M)
-    known = {"patches", *tables.TABLES, *generated.TABLES.get(document.name, {})}  # upstream/ reads "patches"
+    # upstream/ reads "patches"
+    known = {"patches", *tables.TABLES, *generated.TABLES.get(document.name, {})}
     assert [name for name in marked if name not in known] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", nightly_but(code_blocks("python", README), code_blocks("python")), ids=str)
+@pytest.mark.parametrize(
+    "block", nightly_but(code_blocks("python", README), code_blocks("python")), ids=str
+)
 def test_every_python_block_runs_and_prints_its_comments(block, tmp_path):
     start = []
     if ranks := re.match(r"# torchrun --nproc_per_node (\d)", block.text):
@@ -164,12 +195,17 @@ def test_examples_on_several_ranks_end_their_process_groups():
     """Python sometimes aborts a rank with an open gloo group at exit, after all its work."""
     on_ranks = [block for block in code_blocks("python") if "torchrun" in block.text]
     assert len(on_ranks) == 2
-    for block in (code_blocks("python", README)[0], *on_ranks):  # commands start the README's on several ranks
+    # commands start the README's on several ranks
+    for block in (code_blocks("python", README)[0], *on_ranks):
         assert re.search(r"\b(end_training|destroy_process_group)\(\)$", block.text.rstrip()), block
 
 
 def test_the_readme_shows_the_printed_proof_line(tmp_path):
-    (proof,) = [block.text.strip() for block in literal_blocks(README) if "of weight FLOPs in FP8" in block.text]
+    (proof,) = [
+        block.text.strip()
+        for block in literal_blocks(README)
+        if "of weight FLOPs in FP8" in block.text
+    ]
     ended = warm_process.run("-c", code_blocks("python", README)[0].text, cwd=tmp_path)
     assert proof.rpartition(" (")[0] in ended.stderr  # the engine in brackets is the machine's
 
@@ -178,13 +214,21 @@ def test_the_readme_shows_the_printed_proof_line(tmp_path):
 def test_three_changed_lines_of_the_index_print_its_proof(tmp_path):
     index = GUIDES / "index.rst"
     (change,) = code_blocks("diff", index)
-    (proof,) = [block.text.strip() for block in literal_blocks(index) if "of weight FLOPs in FP8" in block.text]
+    (proof,) = [
+        block.text.strip()
+        for block in literal_blocks(index)
+        if "of weight FLOPs in FP8" in block.text
+    ]
     after = [line[1:] for line in change.text.splitlines() if not line.startswith("-")]
     assert sum(line.startswith("+") for line in change.text.splitlines()) == 3
     start, step = code_blocks("python", README)[0].text.split(
         "model, optimizer = accelerator.prepare(model, optimizer)\n"
     )
-    plain = [line for line in start.splitlines() if not re.match(r"import fp8|recipe =|accelerator =", line)]
+    plain = [
+        line
+        for line in start.splitlines()
+        if not re.match(r"import fp8|recipe =|accelerator =", line)
+    ]
     script = "\n".join([*plain, *after, step])
     ended = warm_process.run("-c", script, cwd=tmp_path)
     assert proof.rpartition(" (")[0] in ended.stderr  # the engine in brackets is the machine's
@@ -193,9 +237,24 @@ def test_three_changed_lines_of_the_index_print_its_proof(tmp_path):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-d", str(folder / "doctrees"), str(GUIDES)]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "-q",
+        "-d",
+        str(folder / "doctrees"),
+        str(GUIDES),
+    ]
     environment = {**os.environ, "FP8_BACKENDS_DOCS_VERSIONS": "latest 0.0.9"}
-    started = {"capture_output": True, "text": True, "timeout": 280, "cwd": ROOT, "env": environment}
+    started = {
+        "capture_output": True,
+        "text": True,
+        "timeout": 280,
+        "cwd": ROOT,
+        "env": environment,
+    }
     built = subprocess.run([*command, str(folder / "html")], **started)
     assert built.returncode == 0, built.stderr
     return folder / "html"
@@ -209,7 +268,10 @@ def test_pages_build_as_a_linked_site_without_warnings(site):
     assert "levels.html" in links and not [link for link in links if link.endswith(".rst")]
     local = {link for link in links if not re.match(r"\w+:|\.\./", link)}
     assert [link for link in local if not (site / link.partition("?")[0]).exists()] == []
-    assert all('<a class="reference internal" href="../0.0.9/index.html">' in page for page in pages.values())
+    assert all(
+        '<a class="reference internal" href="../0.0.9/index.html">' in page
+        for page in pages.values()
+    )
 
 
 @pytest.mark.nightly
@@ -226,7 +288,9 @@ def test_the_site_requests_nothing_from_other_hosts(site):
 def test_docstrings_render_as_text_and_literals(site):
     page = (site / "api.html").read_text(encoding="utf-8")
     for name in re.findall(
-        r"^\.\. auto(?!module)\w+:: ([\w.]+)", (GUIDES / "api.rst").read_text(encoding="utf-8"), re.M
+        r"^\.\. auto(?!module)\w+:: ([\w.]+)",
+        (GUIDES / "api.rst").read_text(encoding="utf-8"),
+        re.M,
     ):
         assert f'id="{name}"' in page
     article = page[page.index("<article") : page.index("</article")]

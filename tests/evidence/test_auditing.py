@@ -20,7 +20,11 @@ BACKENDS = ("ao:tensorwise", "native:dynamic")
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.lm_head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 48)
+        self.first, self.second, self.lm_head = (
+            nn.Linear(32, 64),
+            nn.Linear(64, 32),
+            nn.Linear(32, 48),
+        )
 
     def forward(self, x):
         return self.lm_head(self.second(self.first(x).relu()))
@@ -51,7 +55,9 @@ def test_share_products_engines_and_reasons_after_a_step(spec):
     optimizer.step()
     audit = auditing.audit(model)
     assert audit.recipe == spec
-    assert audit.products == dict.fromkeys(("first", "second"), {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0})
+    assert audit.products == dict.fromkeys(
+        ("first", "second"), {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}
+    )
     assert set(audit.engine) == {"first", "second"} and list(audit.high_precision) == ["lm_head"]
     converted = 32 * 64 * 2
     assert audit.flops_share == pytest.approx(converted / (converted + 32 * 48))
@@ -70,7 +76,9 @@ def test_a_frozen_weight_needs_no_weight_gradient():
 
 def test_bytes_are_read_from_live_tensors():
     model, optimizer = prepared()
-    assert auditing.audit(model).bytes_per_element == dict(weight=4, master=0, gradient=0, optimizer=0, total=4)
+    assert auditing.audit(model).bytes_per_element == dict(
+        weight=4, master=0, gradient=0, optimizer=0, total=4
+    )
     backward(model)
     audit = auditing.audit(model)
     assert audit.bytes_per_element["gradient"] == 4 and audit.gradient_source == "live"
@@ -79,7 +87,12 @@ def test_bytes_are_read_from_live_tensors():
     audit = auditing.audit(model)
     assert audit.bytes_per_element == dict(weight=4, master=0, gradient=4, optimizer=8, total=16)
     assert audit.gradient_source == "last step"
-    assert audit.dtypes == {"weight": "float32", "master": "", "gradient": "float32", "optimizer": "float32+float32"}
+    assert audit.dtypes == {
+        "weight": "float32",
+        "master": "",
+        "gradient": "float32",
+        "optimizer": "float32+float32",
+    }
     assert auditing.audit(model.bfloat16(), optimizer).bytes_per_element["weight"] == 2
 
 
@@ -87,7 +100,10 @@ def test_unknown_optimizer_is_reported_as_unknown():
     model = preparation.prepare_model(Net(), recipes.resolve("ao"))
     assert auditing.audit(model).bytes_per_element["optimizer"] is None
     assert auditing.audit(model).bytes_per_element["total"] is None
-    assert auditing.audit(model, torch.optim.SGD(model.parameters())).bytes_per_element["optimizer"] == 0
+    assert (
+        auditing.audit(model, torch.optim.SGD(model.parameters())).bytes_per_element["optimizer"]
+        == 0
+    )
 
 
 def test_an_unprepared_model_has_no_fp8():

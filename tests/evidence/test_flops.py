@@ -1,4 +1,5 @@
-"""Count the share of FP8 over all products with weights of a training step, like PyTorch's counter."""
+"""Count the share of FP8 over all products with weights of a training step, like PyTorch's
+counter."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_the_share_equals_pytorchs_counter(name):
     architectures.loss_of(model, architectures.batch(name)).backward()
     optimizer.step()
     audit = fp8_backends.audit(model)
-    assert audit.flops_share == pytest.approx(architectures.flops_share(name, audit.products), rel=1e-3)
+    assert audit.flops_share == pytest.approx(
+        architectures.flops_share(name, audit.products), rel=1e-3
+    )
     assert not audit.uncounted
 
 
@@ -74,12 +77,16 @@ def test_convolutions_of_every_form_count(capfd):
     audit = trained(model, x)
     assert audit.flops_share == pytest.approx(flops_of_linears((2, 16 * 60, 16)) / total)
     assert audit.high_precision["0"] == "convolution: FP8 has no product for it"
-    assert "1/1 Linear (beside 4 convolutions), 8 % of weight FLOPs in FP8" in capfd.readouterr().err
+    assert (
+        "1/1 Linear (beside 4 convolutions), 8 % of weight FLOPs in FP8" in capfd.readouterr().err
+    )
 
 
 def test_grouped_convolution_counts_its_own_channels():
     """PyTorch's counter ignores groups in the gradients of a convolution."""
-    model = nn.Sequential(nn.Conv1d(16, 32, 3, groups=4), nn.ConvTranspose1d(32, 8, 2, stride=2, groups=8))
+    model = nn.Sequential(
+        nn.Conv1d(16, 32, 3, groups=4), nn.ConvTranspose1d(32, 8, 2, stride=2, groups=8)
+    )
     meter = WorkMeter(model, find_weight_products(model))
     assert model(torch.randn(5, 16, 12)).shape == (5, 8, 20)
     assert meter.work["0"].flops == 2 * 5 * 10 * model[0].weight.numel()
@@ -128,7 +135,11 @@ class Spare(nn.Module):
 
 
 def test_an_idle_layer_does_not_count():
-    audit = trained(Spare(), torch.randn(8, 16, requires_grad=True), spec={"backend": "native", "exclude": ["around"]})
+    audit = trained(
+        Spare(),
+        torch.randn(8, 16, requires_grad=True),
+        spec={"backend": "native", "exclude": ["around"]},
+    )
     assert audit.flops_share == pytest.approx(1 / 2) and not audit.uncounted
 
 
@@ -145,7 +156,11 @@ def test_peft_copy_replaces_the_original_in_the_count():
 @pytest.mark.parametrize("spec", ["native:dynamic", "ao:tensorwise"])
 @pytest.mark.filterwarnings("ignore:.*")
 def test_each_layer_counts_its_rows(spec):
-    audit = trained(Rows(), torch.randn(4, 8, 16, requires_grad=True), spec={"backend": spec, "exclude": ["one"]})
+    audit = trained(
+        Rows(),
+        torch.randn(4, 8, 16, requires_grad=True),
+        spec={"backend": spec, "exclude": ["one"]},
+    )
     in_fp8 = flops_of_linears((32, 16, 32), (64, 32, 32)) + 2 * 4 * 32 * 64
     assert audit.flops_share == pytest.approx(in_fp8 / (in_fp8 + flops_of_linears((4, 32, 16))))
 
@@ -175,7 +190,9 @@ def test_recomputed_forwards_count_once(use_reentrant):
     total = counted_flops(layers, x)
     model = nn.Sequential(layers)
     model.forward = lambda x: checkpoint(layers, x, use_reentrant=use_reentrant)
-    assert trained(model, x).flops_share == pytest.approx(flops_of_linears((16, 16, 32), (16, 32, 16)) / total)
+    assert trained(model, x).flops_share == pytest.approx(
+        flops_of_linears((16, 16, 32), (16, 32, 16)) / total
+    )
 
 
 def test_layers_count_all_their_weights():
@@ -190,7 +207,8 @@ def test_layers_count_all_their_weights():
     gates = {"weight_ih_l0": 16, "weight_hh_l0": 32, "weight_ih_l1": 32, "weight_hh_l1": 32}
     assert work == {
         **{f"0.{name}": 2 * 40 * size * 128 for name, size in gates.items()},
-        "1.in_proj_weight": 2 * 32 * 32 * (40 + 80 + 80),  # one part each for queries, keys and values
+        # one part each for queries, keys and values
+        "1.in_proj_weight": 2 * 32 * 32 * (40 + 80 + 80),
     }
 
 
@@ -259,7 +277,9 @@ def test_forwards_without_training_do_not_count():
         loss.backward()
     optimizer.step()
     in_fp8 = flops_of_linears((32, 16, 32), (64, 32, 32)) + 2 * 4 * 32 * 64
-    assert fp8_backends.audit(model).flops_share == pytest.approx(in_fp8 / (in_fp8 + flops_of_linears((4, 32, 16))))
+    assert fp8_backends.audit(model).flops_share == pytest.approx(
+        in_fp8 / (in_fp8 + flops_of_linears((4, 32, 16)))
+    )
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -274,7 +294,8 @@ def test_a_traced_forward_does_not_count():
 def test_a_replica_of_data_parallel_is_not_measured():
     """PyTorch makes one per GPU and forward, with the model's dictionaries of hooks."""
     model, optimizer = prepared(nn.Sequential(nn.Linear(16, 16)))
-    replica = model._replicate_for_data_parallel()  # its layers are the model's, without copies for GPUs
+    # its layers are the model's, without copies for GPUs
+    replica = model._replicate_for_data_parallel()
     replica(torch.randn(8, 16)).sum().backward()
     optimizer.step()
     assert fp8_backends.audit(model).flops_share == 1
@@ -283,12 +304,16 @@ def test_a_replica_of_data_parallel_is_not_measured():
 
 @pytest.mark.slow
 def test_compiled_convolutions_are_named_as_not_counted(capfd):
-    model, optimizer = prepared(nn.Sequential(nn.Conv1d(8, 8, 1), nn.Linear(16, 32), nn.Linear(32, 16)))
+    model, optimizer = prepared(
+        nn.Sequential(nn.Conv1d(8, 8, 1), nn.Linear(16, 32), nn.Linear(32, 16))
+    )
     compiled = torch.compile(model, backend="eager")
     for _ in range(2):
         step(compiled, optimizer, torch.randn(4, 8, 16))
     assert fp8_backends.audit(model).uncounted == ["0"]
-    assert "2/2 Linear (beside 1 convolution), 100 % of weight FLOPs in FP8" in (line := capfd.readouterr().err)
+    assert "2/2 Linear (beside 1 convolution), 100 % of weight FLOPs in FP8" in (
+        line := capfd.readouterr().err
+    )
     assert "1 convolution not counted" in line
 
 
@@ -328,13 +353,17 @@ def test_added_layer_counts_at_once_and_warns_at_next_step(caplog):
 @pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O2"])
 def test_added_parameters_without_optimizer_warn_once(backend, caplog):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
-    optimizers = [torch.optim.AdamW(model[i].parameters()) for i in (0, 1)]  # none of 2.weight, as the user wishes
+    # none of 2.weight, as the user wishes
+    optimizers = [torch.optim.AdamW(model[i].parameters()) for i in (0, 1)]
     for optimizer in optimizers:
         fp8_backends.prepare(model, optimizer, backend)
     model[1] = nn.Linear(32, 32)
     model.append(nn.Linear(16, 16, bias=False).requires_grad_(False))
     step(model, optimizers[0], torch.randn(8, 16))
-    assert f"{backend}: 1.bias, 1.weight: added after the model was prepared, in no prepared optimizer" in caplog.text
+    assert (
+        f"{backend}: 1.bias, 1.weight: added after the model was prepared, in no prepared optimizer"
+        in caplog.text
+    )
     assert "2.weight" not in caplog.text and "3.weight" not in caplog.text
     caplog.clear()
     step(model, optimizers[0], torch.randn(8, 16))

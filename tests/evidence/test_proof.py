@@ -28,7 +28,8 @@ BACKENDS = ("ao:tensorwise", "native:dynamic")
 
 
 class Net(nn.Module):
-    """Stack two layers of one shape and one of another; `used` and `checkpointed` select the forward."""
+    """Stack two layers of one shape and one of another; `used` and `checkpointed` select the
+    forward."""
 
     def __init__(self, used=True, checkpointed=None):
         super().__init__()
@@ -39,7 +40,9 @@ class Net(nn.Module):
         if not self.used:
             return F.linear(x, self.first.weight)
         if self.checkpointed == "selective":
-            saved = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.relu.default])
+            saved = functools.partial(
+                create_selective_checkpoint_contexts, [torch.ops.aten.relu.default]
+            )
             return checkpoint(self.run, x, use_reentrant=False, context_fn=saved)
         if self.checkpointed is not None:
             return checkpoint(self.run, x, use_reentrant=self.checkpointed == "reentrant")
@@ -83,7 +86,9 @@ def test_only_first_step_prints_one_line(spec, capfd):
 def test_proof_line_goes_to_logging_with_a_visible_handler(caplog, capfd):
     caplog.set_level(logging.INFO, logger="fp8_backends")
     step(*prepared())
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["ao:tensorwise: 3/3 Linear"]
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "ao:tensorwise: 3/3 Linear"
+    ]
     assert capfd.readouterr().err == ""
 
 
@@ -116,7 +121,9 @@ def test_steps_inside_backward_are_proven_and_stop_the_profiler(each, capfd):
     for _ in range(3):
         backward(model)
     assert not torch._C._autograd._profiler_enabled()
-    assert capfd.readouterr().err.startswith("ao:tensorwise: 3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wg")
+    assert capfd.readouterr().err.startswith(
+        "ao:tensorwise: 3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wg"
+    )
 
 
 @pytest.mark.slow
@@ -128,7 +135,9 @@ def test_step_inside_backward_waits_for_all_gradients(compiled, capfd):
     for layer in model:
         optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
         preparation.prepare(model, optimizer, {"backend": "native", "exclude": ["0"]})
-        layer.weight.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda _, optimizer=optimizer: optimizer.step()
+        )
     forward = torch.compile(model, backend="eager") if compiled else model
     for _ in range(2):
         backward(forward)
@@ -152,7 +161,8 @@ def test_products_are_attributed_to_their_layers(microbatches):
     model, optimizer = prepared()
     step(model, optimizer, microbatches)  # one microbatch of an accumulated step is profiled
     assert counts(model) == {
-        name: {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0} for name in ("first", "second", "last")
+        name: {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}
+        for name in ("first", "second", "last")
     }
 
 
@@ -160,7 +170,10 @@ def test_high_precision_wgrad_is_not_counted(capfd):
     model, optimizer = prepared("ao:rowwise_with_gw_hp")
     step(model, optimizer)
     assert all((c["fprop"], c["dgrad"], c["wgrad"]) == (1, 1, 0) for c in counts(model).values())
-    assert "67 % of weight FLOPs in FP8, fprop dgrad (ao; wgrad in high precision by recipe)" in capfd.readouterr().err
+    assert (
+        "67 % of weight FLOPs in FP8, fprop dgrad (ao; wgrad in high precision by recipe)"
+        in capfd.readouterr().err
+    )
 
 
 def test_configured_high_precision_products_are_accepted(capfd, caplog):
@@ -200,14 +213,18 @@ def test_dispatch_mode_around_first_step_hides_no_product(emulate, capfd):
 
 
 def test_a_compiled_part_is_counted_in_the_second_step(capfd):
-    """A profiler with shapes in the first would trigger PyTorch's warning about each tensor in the compiler."""
+    """A profiler with shapes in the first would trigger PyTorch's warning about each tensor in the
+    compiler."""
     torch._dynamo.reset()
     model, optimizer = prepared()
     model.last.compile(backend="aot_eager")
     step(model, optimizer)
     assert capfd.readouterr().err == ""
     step(model, optimizer)
-    assert "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (ao; compiled" in capfd.readouterr().err
+    assert (
+        "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (ao; compiled"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("tokens", [24, 32], ids=["shapes differ", "shapes coincide"])
@@ -216,10 +233,14 @@ def test_compiled_steps_count_like_eager_steps(tokens, capfd):
     model, optimizer = prepared()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     step(compiled, optimizer, tokens=tokens)
-    assert capfd.readouterr().err == ""  # a compiled forward cannot start the profiler: the next step is profiled
+    # a compiled forward cannot start the profiler: the next step is profiled
+    assert capfd.readouterr().err == ""
     step(compiled, optimizer, tokens=tokens)
     line = capfd.readouterr().err
-    assert "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (ao; compiled, counted by shape)" in line
+    assert (
+        "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (ao; compiled, counted by "
+        "shape)" in line
+    )
     eager, optimizer = prepared()
     step(eager, optimizer, tokens=tokens)
     assert counts(model) == counts(eager)
@@ -227,8 +248,8 @@ def test_compiled_steps_count_like_eager_steps(tokens, capfd):
 
 @pytest.mark.slow
 def test_individually_compiled_layers_share_code_during_proof(capfd):
-    """Dynamo compiles a function at most eight times: with a separate hook in each layer, the ninth would run
-    eagerly."""
+    """Dynamo compiles a function at most eight times: with a separate hook in each layer, the ninth
+    would run eagerly."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(10)])
@@ -245,11 +266,14 @@ def test_individually_compiled_layers_share_code_during_proof(capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spec", "whole"), [*((spec, True) for spec in BACKENDS), ("native:dynamic", False)])
+@pytest.mark.parametrize(
+    ("spec", "whole"), [*((spec, True) for spec in BACKENDS), ("native:dynamic", False)]
+)
 def test_the_proof_recompiles_nothing(spec, whole):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))  # compiled with its own hooks inside
+    # compiled with its own hooks inside
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     _, optimizer = preparation.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), spec)
     if whole:
         model = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -274,7 +298,9 @@ def test_evaluation_mode_is_named_as_reason(spec):
     model, optimizer = prepared(spec)
     model.eval()
     backward(model)
-    with pytest.raises(FP8BackendError, match=r"(?s)no FP8 product ran.*evaluation mode.*call model.train\(\)"):
+    with pytest.raises(
+        FP8BackendError, match=r"(?s)no FP8 product ran.*evaluation mode.*call model.train\(\)"
+    ):
         optimizer.step()
 
 
@@ -302,7 +328,9 @@ def test_idle_layers_are_named(caplog):
 
 def test_foreign_weight_gradient_is_named(caplog):
     model, optimizer = prepared("native:dynamic")
-    model.run = lambda x: model.last(model.second(model.first(x).detach()) + F.linear(x, model.first.weight))
+    model.run = lambda x: model.last(
+        model.second(model.first(x).detach()) + F.linear(x, model.first.weight)
+    )
     step(model, optimizer)
     assert "did not come from an FP8 product: first" in caplog.text
 
@@ -328,7 +356,11 @@ def test_two_models_with_two_optimizers_are_proven_separately(spec, capfd):
         first.zero_grad()
         second.zero_grad()
     assert capfd.readouterr().err.count("3/3 Linear") == 2
-    assert all(found["fprop"] and found["wgrad"] for model in (one, two) for found in counts(model).values())
+    assert all(
+        found["fprop"] and found["wgrad"]
+        for model in (one, two)
+        for found in counts(model).values()
+    )
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
@@ -364,7 +396,8 @@ def test_model_and_optimizer_copy_and_pickle_before_proof(spec, when, capfd):
 def test_abandoned_model_releases_the_profiler(capfd):
     given_up, _ = prepared()
     for _ in range(3):
-        given_up(torch.randn(8, 32))  # forwards without a backward, such as an evaluation that records gradients
+        # forwards without a backward, such as an evaluation that records gradients
+        given_up(torch.randn(8, 32))
     step(*prepared())
     assert "3/3 Linear" in capfd.readouterr().err
     other, _ = prepared()
@@ -392,7 +425,11 @@ def test_model_restored_before_first_step_needs_no_proof(spec, after_forward, ca
         backward(model)
     conversion.restore(model)
     step(model, optimizer)
-    assert capfd.readouterr().err == "" and not model._forward_pre_hooks and not model.first._forward_hooks
+    assert (
+        capfd.readouterr().err == ""
+        and not model._forward_pre_hooks
+        and not model.first._forward_hooks
+    )
     preparation.prepare(model, optimizer, "native:delayed")
     step(model, optimizer)
     assert "native:delayed: 3/3 Linear" in capfd.readouterr().err
@@ -417,10 +454,13 @@ def test_profiling_changes_no_bit():
     other, own_optimizer = prepared()
     torch.manual_seed(1)
     step(model, optimizer)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):  # keeps ours away
+    # keeps ours away
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         torch.manual_seed(1)
         step(other, own_optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_forwards_without_a_step_do_not_count(capfd):

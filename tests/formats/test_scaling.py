@@ -14,7 +14,10 @@ from fp8_backends.formats.formats import FORMATS as TABLE
 from fp8_backends.kernels.quantize import quantize
 
 FORMATS = [E4M3, E5M2]
-QUANTIZERS = {"one scale": lambda x, fmt: quantize(x, fmt).along_columns(), "rowwise": scaling.ROWS.quantize}
+QUANTIZERS = {
+    "one scale": lambda x, fmt: quantize(x, fmt).along_columns(),
+    "rowwise": scaling.ROWS.quantize,
+}
 FP32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -32,7 +35,9 @@ def test_format_table_matches_pytorch():
             continue
         info = torch.finfo(dtype)
         assert (fmt.max, fmt.smallest_normal) == (info.max, info.smallest_normal)
-        assert 2.0**-fmt.mantissa_bits == info.eps and fmt.smallest == info.smallest_normal * info.eps
+        assert (
+            2.0**-fmt.mantissa_bits == info.eps and fmt.smallest == info.smallest_normal * info.eps
+        )
         assert fmt.max_bits == torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32)
 
 
@@ -59,7 +64,11 @@ def test_cast_rounds_every_midpoint_to_even(fmt):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fmt", FORMATS)
-@given(amax=st.one_of(FINITE.map(abs), st.sampled_from([0.0, math.inf, math.nan, 1e-45, 1e-38, 3.4e38])))
+@given(
+    amax=st.one_of(
+        FINITE.map(abs), st.sampled_from([0.0, math.inf, math.nan, 1e-45, 1e-38, 3.4e38])
+    )
+)
 @settings(max_examples=200)
 def test_scale_matches_reference_bitwise(fmt, amax):
     ours = scaling.scale_from_amax(torch.tensor(amax), fmt)
@@ -78,7 +87,9 @@ def test_quantize_matches_reference_bitwise(fmt, kind, data):
     x = torch.tensor(values, dtype=torch.float32).reshape(rows, columns)
     codes, scale_inv = QUANTIZERS[kind](x, fmt)
     expected_codes, expected_scale_inv = reference.quantize(x, fmt, rowwise=kind == "rowwise")
-    assert torch.equal(bits(codes), bits(expected_codes)) and torch.equal(scale_inv, expected_scale_inv)
+    assert torch.equal(bits(codes), bits(expected_codes)) and torch.equal(
+        scale_inv, expected_scale_inv
+    )
     assert codes.is_contiguous() and scale_inv.shape == ((rows, 1) if kind == "rowwise" else ())
 
 
@@ -89,8 +100,13 @@ def test_round_trip_error_is_at_most_half_a_step(dtype):
         codes, scale_inv = quantize(x, fmt).along_columns()
         smallest_normal = fmt.smallest_normal * scale_inv
         error = (reference.dequantize(codes, scale_inv) - x.float()).abs()
-        # half a unit in the last place, with room for the FP32 roundings of the scale and of x times the scale
-        bound = torch.maximum(x.float().abs(), smallest_normal) * 2.0 ** -(fmt.mantissa_bits + 1) * (1 + 2**-20)
+        # half a unit in the last place, with room for the FP32 roundings of the scale and of x
+        # times the scale
+        bound = (
+            torch.maximum(x.float().abs(), smallest_normal)
+            * 2.0 ** -(fmt.mantissa_bits + 1)
+            * (1 + 2**-20)
+        )
         assert (error <= bound).all()
 
 
@@ -99,7 +115,8 @@ def test_inf_propagates_and_leaves_scale_finite(bad):
     x = torch.ones(4, 4)
     x[1, 2] = bad
     q = quantize(x, E4M3)
-    assert math.isnan(q.scale_inv.item())  # so every product with it is NaN: a loss scaler sees the overflow
+    # so every product with it is NaN: a loss scaler sees the overflow
+    assert math.isnan(q.scale_inv.item())
     row = scaling.ROWS.quantize(x, E4M3)
     assert torch.isnan(row.scale_inv).flatten().tolist() == [False, True, False, False]
     assert torch.isfinite(scaling.scale_from_amax(scaling.tensor_amax(x), E4M3))
@@ -117,7 +134,10 @@ def test_nan_keeps_its_code_and_is_excluded_from_amax(quantize):
 
 # delayed
 
-AMAX = st.one_of(st.floats(min_value=2.0**-60, max_value=2.0**60, width=32), st.sampled_from([0.0, math.inf, math.nan]))
+AMAX = st.one_of(
+    st.floats(min_value=2.0**-60, max_value=2.0**60, width=32),
+    st.sampled_from([0.0, math.inf, math.nan]),
+)
 
 
 @pytest.mark.slow
@@ -138,9 +158,12 @@ def test_delayed_states_match_reference_bitwise(amaxes, length, margin, algorith
             scaling.record_amax(state, tensor, torch.tensor(amax))
             if not math.isnan(amax):
                 expected[tensor][1][0] = max(expected[tensor][1][0], torch.tensor(amax).item())
-        state = scaling.rolled_delayed_states(state.unsqueeze(0), format_max, margin, algorithm, 1)[0]
+        state = scaling.rolled_delayed_states(state.unsqueeze(0), format_max, margin, algorithm, 1)[
+            0
+        ]
         expected = [
-            reference.delayed_update(s, h, f, margin, algorithm) for (s, h), f in zip(expected, formats, strict=True)
+            reference.delayed_update(s, h, f, margin, algorithm)
+            for (s, h), f in zip(expected, formats, strict=True)
         ]
     for tensor, (s, history) in enumerate(expected):
         assert scaling.delayed_scale(state, tensor).item() == s
@@ -151,7 +174,9 @@ def test_interval_recomputes_scale_on_every_nth_roll():
     state, scales = scaling.new_delayed_state(8), []
     for step in range(7):
         scaling.record_amax(state, scaling.INPUT, torch.tensor(float(step + 1)))
-        state = scaling.rolled_delayed_states(state.unsqueeze(0), torch.tensor(448.0), 0, "most_recent", 3)[0]
+        state = scaling.rolled_delayed_states(
+            state.unsqueeze(0), torch.tensor(448.0), 0, "most_recent", 3
+        )[0]
         scales.append(448 / scaling.delayed_scale(state, scaling.INPUT).item())
     assert scales == [1, 1, 1, 4, 4, 4, 7]
     assert state.view(torch.float32)[0, scaling.HISTORY :].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -187,11 +212,18 @@ def test_power_of_two_scale_keeps_amax_in_range(fmt, expected):
         assert scaling.power_of_two_scale(torch.tensor(amax), fmt).item() == 1.0
     for amax in (1e-45, 1e-38, 1e-30):
         scale = scaling.power_of_two_scale(torch.tensor(amax), fmt)
-        assert torch.isfinite(scale) and torch.isfinite(scale.reciprocal()) and scale.reciprocal() > 2.0**-127
+        assert (
+            torch.isfinite(scale)
+            and torch.isfinite(scale.reciprocal())
+            and scale.reciprocal() > 2.0**-127
+        )
 
 
 @pytest.mark.slow
-@given(amaxes=st.lists(st.tuples(AMAX, AMAX, AMAX), min_size=1, max_size=60), microbatches=st.integers(1, 3))
+@given(
+    amaxes=st.lists(st.tuples(AMAX, AMAX, AMAX), min_size=1, max_size=60),
+    microbatches=st.integers(1, 3),
+)
 @settings(max_examples=150)
 def test_window_states_match_reference_bitwise(amaxes, microbatches):
     state = scaling.new_window_state()
@@ -203,9 +235,13 @@ def test_window_states_match_reference_bitwise(amaxes, microbatches):
             before, recorded = expected[tensor][2][0], torch.tensor(amax).item()  # FP32
             expected[tensor][2][0] = math.nan if math.isnan(before) else max(recorded, before)
         if i % 7 == 3:
-            continue  # a step skipped by the loss scaler: its amax stays, and the next step adds to it
+            # a step skipped by the loss scaler: its amax stays, and the next step adds to it
+            continue
         state = scaling.rolled_window_states(state.unsqueeze(0), WINDOW_FORMATS)[0]
-        expected = [reference.window_update(*row, fmt) for row, fmt in zip(expected, WINDOW_FORMATS, strict=True)]
+        expected = [
+            reference.window_update(*row, fmt)
+            for row, fmt in zip(expected, WINDOW_FORMATS, strict=True)
+        ]
         for tensor, (s, counter, history) in enumerate(expected):
             assert scaling.delayed_scale(state, tensor).item() == s
             assert state[tensor, scaling.ROLLS].item() == counter
@@ -217,11 +253,17 @@ def test_batched_window_roll_matches_single_rolls():
     states = torch.stack([scaling.new_window_state() for _ in range(5)])
     bits = states.view(torch.float32)
     bits[:, :, scaling.HISTORY :] = torch.rand(5, 3, scaling.WINDOW, generator=generator)
-    bits[1, 0, scaling.HISTORY], bits[2, 2, scaling.HISTORY], bits[3, :, scaling.HISTORY] = math.inf, math.nan, 0.0
+    bits[1, 0, scaling.HISTORY], bits[2, 2, scaling.HISTORY], bits[3, :, scaling.HISTORY] = (
+        math.inf,
+        math.nan,
+        0.0,
+    )
     states[:, :, scaling.ROLLS] = 20
     rolled = scaling.rolled_window_states(states, WINDOW_FORMATS)
     for state, after in zip(states, rolled, strict=True):
-        assert torch.equal(scaling.rolled_window_states(state.unsqueeze(0), WINDOW_FORMATS)[0], after)
+        assert torch.equal(
+            scaling.rolled_window_states(state.unsqueeze(0), WINDOW_FORMATS)[0], after
+        )
     assert rolled[:, 0, scaling.ROLLS].tolist() == [21, 0, 21, 20, 21]
     assert torch.equal(rolled[3], states[3]) and rolled.dtype == torch.int32
 

@@ -23,10 +23,12 @@ def bits(x):
 
 
 def spread(shape, dtype=torch.float32):
-    """Return normal values with blocks of very different sizes: one of zeros, one with equal values, a few tiny
-    ones."""
+    """Return normal values with blocks of very different sizes: one of zeros, one with equal
+    values, a few tiny ones."""
     generator = torch.Generator().manual_seed(shape[0])
-    x = torch.randn(shape, generator=generator) * torch.exp(8 * torch.randn(shape[0], 1, generator=generator))
+    x = torch.randn(shape, generator=generator) * torch.exp(
+        8 * torch.randn(shape[0], 1, generator=generator)
+    )
     x[:, : shape[1] // 3] *= 2.0**-60
     x[: shape[0] // 2, : shape[1] // 2] = 0
     x[-1, :] = 3.5
@@ -56,11 +58,27 @@ def test_codes_and_scales_match_reference_bitwise(blocks, fmt, dtype):
     for shape in SHAPES:
         x = spread(shape, dtype)
         equal_to_reference(x, blocks, fmt)
-        equal_to_reference(x.t(), blocks, fmt)  # the columns, from high precision: no transpose of the codes
+        # the columns, from high precision: no transpose of the codes
+        equal_to_reference(x.t(), blocks, fmt)
 
 
-EDGES = [0.0, math.inf, math.nan, 2.0**-149, 2.0**-127, 2.0**-126, 448.0, 57344.0, 3.5, 1.75, 1.7500001, 3.4028234e38]
-VALUE = st.one_of(st.floats(width=32), st.sampled_from([sign * edge for edge in EDGES for sign in (1, -1)]))
+EDGES = [
+    0.0,
+    math.inf,
+    math.nan,
+    2.0**-149,
+    2.0**-127,
+    2.0**-126,
+    448.0,
+    57344.0,
+    3.5,
+    1.75,
+    1.7500001,
+    3.4028234e38,
+]
+VALUE = st.one_of(
+    st.floats(width=32), st.sampled_from([sign * edge for edge in EDGES for sign in (1, -1)])
+)
 
 
 @pytest.mark.slow
@@ -74,14 +92,20 @@ def test_every_value_is_cast_like_reference(fmt, values):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_scales_around_every_power_of_two(fmt):
-    """An amax at, just below and just above every power of two, and the format's maximum times it, down to the smallest
-    subnormal number."""
+    """An amax at, just below and just above every power of two, and the format's maximum times it,
+    down to the smallest subnormal number."""
     powers = 2.0 ** torch.arange(-149, 128, dtype=torch.float64)
     near = torch.cat([powers, powers * (fmt.max / 2.0 ** math.frexp(fmt.max)[1])]).float()
-    amax = torch.cat([near, near.nextafter(torch.tensor(math.inf)), near.nextafter(torch.tensor(0.0))]).unsqueeze(1)
+    amax = torch.cat(
+        [near, near.nextafter(torch.tensor(math.inf)), near.nextafter(torch.tensor(0.0))]
+    ).unsqueeze(1)
     scale = scaling.block_scale(amax, fmt)
-    assert torch.equal(scale, torch.tensor([[reference.block_scale(a, fmt)[0]] for a in amax.flatten().tolist()]))
-    exponents = torch.tensor([[reference.mx_exponent(a, fmt)] for a in amax.flatten().tolist()], dtype=torch.uint8)
+    assert torch.equal(
+        scale, torch.tensor([[reference.block_scale(a, fmt)[0]] for a in amax.flatten().tolist()])
+    )
+    exponents = torch.tensor(
+        [[reference.mx_exponent(a, fmt)] for a in amax.flatten().tolist()], dtype=torch.uint8
+    )
     scale = scaling.mx_scale(amax, fmt)
     stored = scaling.e8m0_bits(scale, amax)
     assert torch.equal(stored, exponents) and torch.equal(scaling.e8m0_values(stored), 1 / scale)
@@ -90,7 +114,9 @@ def test_scales_around_every_power_of_two(fmt):
 def test_e8m0_values_match_pytorch():
     every = torch.arange(256, dtype=torch.int16).to(torch.uint8)
     ours, torchs = scaling.e8m0_values(every), every.view(torch.float8_e8m0fnu).float()
-    assert torch.equal(ours[:255], torchs[:255]) and math.isnan(ours[255]) and math.isnan(torchs[255])
+    assert (
+        torch.equal(ours[:255], torchs[:255]) and math.isnan(ours[255]) and math.isnan(torchs[255])
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -111,7 +137,9 @@ def test_zeros_and_infs_in_a_block(fmt):
     assert codes[1, 3].float() == -fmt.max and codes[1, 4].float() == 1, (
         "cast with the scale 1, as TransformerEngine does"
     )
-    assert torch.isnan(scale_inv).tolist() == [[False, False], [True, False]], "but it shows, in this block alone"
+    assert torch.isnan(scale_inv).tolist() == [[False, False], [True, False]], (
+        "but it shows, in this block alone"
+    )
     codes, stored = MX.quantize(x, fmt)
     assert stored[0, 0] == 0 and stored[1, 0] == 254
     assert MX.dequantize(scaling.Quantized(codes, stored), torch.bfloat16)[1, 3] == -math.inf
@@ -143,5 +171,7 @@ def test_compiled_codes_and_scales_match_eager():
 
     x = spread((131, 200), torch.bfloat16)
     x[5, 7], x[70, 150] = math.nan, math.inf
-    for ours, eager in zip(torch.compile(everything, fullgraph=True)(x), everything(x), strict=True):
+    for ours, eager in zip(
+        torch.compile(everything, fullgraph=True)(x), everything(x), strict=True
+    ):
         assert_same(ours, eager)

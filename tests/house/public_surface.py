@@ -48,12 +48,18 @@ class Net(nn.Module):
 def recipes() -> Sequence[Recipe]:
     fields: dict[str, object] = {"backend": "native", "margin": 2}
     return [
-        FP8RecipeKwargs(backend="msamp:O2", rounding="nearest", include=["layer"], shard_states=False),
+        FP8RecipeKwargs(
+            backend="msamp:O2", rounding="nearest", include=["layer"], shard_states=False
+        ),
         FP8RecipeKwargs("native:delayed", margin=1, override_linear_precision=(False, False, True)),
         TERecipeKwargs(fp8_format="HYBRID", amax_history_len=16, amax_compute_algo="max"),
-        AORecipeKwargs(scaling="rowwise", module_filter_func=lambda module, name: "head" not in name),
+        AORecipeKwargs(
+            scaling="rowwise", module_filter_func=lambda module, name: "head" not in name
+        ),
         MSAMPRecipeKwargs(opt_level="O3", gradient_comm="plain"),
-        NativeRecipeKwargs(scaling="blockwise", exclude="lm_head", on_unproven="warn", fp8_params=True),
+        NativeRecipeKwargs(
+            scaling="blockwise", exclude="lm_head", on_unproven="warn", fp8_params=True
+        ),
         fp8_backends.resolve("te+msamp:O2"),
         fp8_backends.resolve(fields),
         fp8_backends.resolve(),
@@ -73,7 +79,9 @@ def use(recipe: FP8RecipeKwargs) -> str:
 def train() -> dict[str, object]:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    same, same_optimizer = fp8_backends.prepare(model, optimizer, FP8RecipeKwargs(backend="msamp:O3"))
+    same, same_optimizer = fp8_backends.prepare(
+        model, optimizer, FP8RecipeKwargs(backend="msamp:O3")
+    )
     width: int = same.size()
     same_optimizer.step()
     found: list[Fault] = faults(same_optimizer)
@@ -101,7 +109,9 @@ def report(found: ConversionReport) -> list[str]:
 
 
 def check(model: nn.Module) -> list[str]:
-    findings = fp8_backends.validate("te", model, parallel="ddp", compiled="full", world_size=2, chip="hopper")
+    findings = fp8_backends.validate(
+        "te", model, parallel="ddp", compiled="full", world_size=2, chip="hopper"
+    )
     worst: Finding = findings[0]
     severity: str = worst.severity
     return [severity, worst.rule, worst.reason, worst.fix]
@@ -119,7 +129,9 @@ def save(model: nn.Module) -> str:
     if newest is not None:
         return newest
     try:
-        written: Export = fp8_backends.checkpoints.export(model, "folder", "compressed-tensors", max_shard_size="5GB")
+        written: Export = fp8_backends.checkpoints.export(
+            model, "folder", "compressed-tensors", max_shard_size="5GB"
+        )
     except (BackendUnavailableError, RecipeError) as error:
         return str(error)
     except FP8BackendError:

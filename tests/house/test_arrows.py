@@ -1,5 +1,5 @@
-"""Hold the map of the package: rooms on floors, over every import of every file, also inside functions and under
-`if TYPE_CHECKING`; no circle among files."""
+"""Hold the map of the package: rooms on floors, over every import of every file, also inside
+functions and under `if TYPE_CHECKING`; no circle among files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def modules(root: Path) -> dict[str, Path]:
     found = {}
     for file in root.rglob("*.py"):
         if file.relative_to(root).parts[0] in ("docs", "examples"):
-            continue  # the configuration of Sphinx, and copied scripts (`tests/tools/test_examples.py`)
+            # the configuration of Sphinx, and copied scripts (`tests/tools/test_examples.py`)
+            continue
         parts = file.relative_to(root).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found
@@ -52,7 +53,9 @@ def imports(name: str, file: Path, known: dict[str, Path]) -> Iterator[str]:
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            of_package = [alias.name for alias in node.names if alias.name.split(".")[0] == "fp8_backends"]
+            of_package = [
+                alias.name for alias in node.names if alias.name.split(".")[0] == "fp8_backends"
+            ]
             yield from (each.partition(".")[2] for each in of_package)
         elif isinstance(node, ast.ImportFrom):
             if node.level:
@@ -76,13 +79,18 @@ def part(name: str) -> str:
 def arrows(root: Path) -> dict[str, set[str]]:
     """Return each module's imports from the package. Cached: no test changes files already read."""
     known = modules(root)
-    return {name: {target for target in imports(name, file, known) if target != name} for name, file in known.items()}
+    return {
+        name: {target for target in imports(name, file, known) if target != name}
+        for name, file in known.items()
+    }
 
 
 def wrong_arrows(root: Path) -> list[str]:
     """Return arrows to the same or a higher floor, forbidden ones, and rooms without a floor."""
     floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-    messages = [f"{room} has no floor" for room in sorted({part(name) for name in modules(root)} - {*floor})]
+    messages = [
+        f"{room} has no floor" for room in sorted({part(name) for name in modules(root)} - {*floor})
+    ]
     for name, targets in arrows(root).items():
         for target in targets:
             room, other = part(name), part(target)
@@ -94,8 +102,8 @@ def wrong_arrows(root: Path) -> list[str]:
 
 
 def circle(root: Path) -> list[str] | None:
-    """Return files that import each other in a loop. A package's `__init__` re-exports names: its imports do not import
-    the `__init__` of their own folder."""
+    """Return files that import each other in a loop. A package's `__init__` re-exports names: its
+    imports do not import the `__init__` of their own folder."""
     try:
         TopologicalSorter(arrows(root)).prepare()
     except CycleError as error:

@@ -1,4 +1,5 @@
-"""Compare declared requirements with imports, and bounds with pinned versions; require permissive licences.
+"""Compare declared requirements with imports, and bounds with pinned versions; require permissive
+licences.
 
 Licences cover the packages installed with the tests and all their dependencies.
 """
@@ -30,8 +31,8 @@ BROUGHT_BY = {"triton": "torch", "tokenizers": "transformers", "docutils": "sphi
 """Dependencies of a declared package, imported if present."""
 
 PERMISSIVE = set(
-    "0BSD AFL-2.1 Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 CNRI-Python ISC MIT MIT-0 MIT-CMU MPL-2.0 "
-    "PSF-2.0 Unlicense Zlib LLVM-exception".split()
+    "0BSD AFL-2.1 Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 CNRI-Python ISC MIT MIT-0 "
+    "MIT-CMU MPL-2.0 PSF-2.0 Unlicense Zlib LLVM-exception".split()
 )
 FAMILIES = {
     "Apache-2.0": r"Apache( 2\.0)?( Licen[cs]e)?|Apache Software License( 2\.0)?|Apache-2\.0",
@@ -46,22 +47,31 @@ FAMILIES = {
 }
 """Spellings of a licence in fields and classifiers without an SPDX expression."""
 READ = {"torchao": "BSD-3-Clause", "docutils": "BSD-2-Clause AND CC0-1.0"}
-"""Read from the text of a licence by a person. TorchAO's metadata name none; docutils' also name the GPL, for an editor
-mode missing in its Python package."""
+"""Read from the text of a licence by a person. TorchAO's metadata name none; docutils' also name
+the GPL, for an editor mode missing in its Python package."""
 OF_NVIDIA = ("nvidia-", "cuda-")
-"""Dependencies of PyTorch for CUDA, under NVIDIA's own licence. No file of this package needs them."""
+"""Dependencies of PyTorch for CUDA, under NVIDIA's own licence. No file of this package needs
+them."""
 
 
 def declared() -> dict[str, list[Requirement]]:
     """Return requirements by extra; the unconditional ones under ""."""
     configuration = configparser.ConfigParser()
     configuration.read(HERE.parent / "setup.cfg", encoding="utf-8")
-    texts = {"": configuration["options"]["install_requires"], **configuration["options.extras_require"]}
-    return {name: [Requirement(line) for line in text.split("\n") if line] for name, text in texts.items()}
+    texts = {
+        "": configuration["options"]["install_requires"],
+        **configuration["options.extras_require"],
+    }
+    return {
+        name: [Requirement(line) for line in text.split("\n") if line]
+        for name, text in texts.items()
+    }
 
 
 def every_requirement() -> dict[str, Requirement]:
-    return {canonicalize_name(each.name): each for of_extra in declared().values() for each in of_extra}
+    return {
+        canonicalize_name(each.name): each for of_extra in declared().values() for each in of_extra
+    }
 
 
 @cache
@@ -73,7 +83,9 @@ def third_party_imports() -> dict[str, set[str]]:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]
-            for name in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"fp8_backends"}:
+            for name in (
+                {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"fp8_backends"}
+            ):
                 found.setdefault(name, set()).add(str(file.relative_to(PACKAGE)))
     return found
 
@@ -98,13 +110,16 @@ def installed() -> dict[str, importlib.metadata.Distribution]:
         for text in found[name].requires or ():
             further = Requirement(text)
             extras = requirement.extras or {""}
-            if further.marker is None or any(further.marker.evaluate({"extra": extra}) for extra in extras):
+            if further.marker is None or any(
+                further.marker.evaluate({"extra": extra}) for extra in extras
+            ):
                 left.append(further)
     return found
 
 
 def licences(metadata: Message) -> set[str]:
-    """Return a package's licences, by SPDX name if known: from its expression, else its classifiers, else its field."""
+    """Return a package's licences, by SPDX name if known: from its expression, else its
+    classifiers, else its field."""
     name = canonicalize_name(metadata["Name"])
     if expression := READ.get(name) or metadata.get("License-Expression"):
         return set(re.split(r" AND | OR | WITH |[() ]+", expression)) - {""}
@@ -116,17 +131,23 @@ def licences(metadata: Message) -> set[str]:
 
 
 def spdx(text: str) -> str:
-    return next((name for name, spelling in FAMILIES.items() if re.fullmatch(spelling, text, re.I)), text)
+    return next(
+        (name for name, spelling in FAMILIES.items() if re.fullmatch(spelling, text, re.I)), text
+    )
 
 
 @pytest.mark.slow
 def test_imports_are_declared():
     modules = {module_of(name) for name in every_requirement()} | set(BROUGHT_BY)
-    assert {name: files for name, files in third_party_imports().items() if name not in modules} == {}
+    assert {
+        name: files for name, files in third_party_imports().items() if name not in modules
+    } == {}
 
 
 def test_required_packages_are_imported():
-    assert [each.name for each in declared()[""] if module_of(each.name) not in third_party_imports()] == []
+    assert [
+        each.name for each in declared()[""] if module_of(each.name) not in third_party_imports()
+    ] == []
 
 
 def test_tested_versions_satisfy_every_bound():
@@ -144,7 +165,9 @@ def test_installed_versions_satisfy_every_bound():
     bounds = every_requirement()
     here = {name: found.version for name, found in installed().items() if name in bounds}
     assert len(here) >= len(declared()[""])
-    assert [name for name, version in here.items() if not bounds[name].specifier.contains(version)] == []
+    assert [
+        name for name, version in here.items() if not bounds[name].specifier.contains(version)
+    ] == []
 
 
 def test_each_bound_is_declared_once():

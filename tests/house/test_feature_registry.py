@@ -1,5 +1,5 @@
-"""Delete optional features: the package trains without them, and refuses recipes that set their fields. At most six
-files in two rooms name one."""
+"""Delete optional features: the package trains without them, and refuses recipes that set their
+fields. At most six files in two rooms name one."""
 
 from __future__ import annotations
 
@@ -86,7 +86,12 @@ sys.exit(main(["monitor"]))
             {"guard": "skip", "monitor_every": "2", "schedule": "{3: 'bf16'}"},
         ),
         (
-            ["convert/saved_activations.py", "convert/fused_head", "watch/guard.py", *WITHOUT_FIELD["experts"]],
+            [
+                "convert/saved_activations.py",
+                "convert/fused_head",
+                "watch/guard.py",
+                *WITHOUT_FIELD["experts"],
+            ],
             {"fused_head": True, "saved_activations": "fp8", "guard": "skip"},
         ),
     ],
@@ -124,8 +129,13 @@ def test_package_trains_without_features_and_refuses_their_fields(tmp_path, dele
 
 def test_feature_events_are_run_and_documented():
     """A misspelt event would be ignored."""
-    sources = [path.read_text(encoding="utf-8") for path in Path(fp8_backends.__file__).parent.rglob("*.py")]
-    events = {event for source in sources for event in re.findall(r'features\.run\(\s*"(\w+)"', source)}
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in Path(fp8_backends.__file__).parent.rglob("*.py")
+    ]
+    events = {
+        event for source in sources for event in re.findall(r'features\.run\(\s*"(\w+)"', source)
+    }
     assert events == {event for functions in FEATURES.values() for event in functions}
     assert events == set(re.findall(r"^    (\w+)\(", features.__doc__, re.M))
 
@@ -134,7 +144,9 @@ def test_feature_events_are_run_and_documented():
 def test_no_other_file_imports_a_feature(feature):
     own = tuple(path.removesuffix(".py").replace("/", ".") for path in WITHOUT_FIELD[feature])
     others = [(name, targets) for name, targets in arrows(ROOT).items() if not name.startswith(own)]
-    assert not [name for name, targets in others if any(target.startswith(own) for target in targets)]
+    assert not [
+        name for name, targets in others if any(target.startswith(own) for target in targets)
+    ]
 
 
 @pytest.mark.parametrize("feature", walks.FEATURES)

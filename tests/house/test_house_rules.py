@@ -1,4 +1,5 @@
-"""The rules of the design, one test each, on a small tied language model; details are tested part by part elsewhere."""
+"""The rules of the design, one test each, on a small tied language model; details are tested part
+by part elsewhere."""
 
 import copy
 import textwrap
@@ -54,13 +55,17 @@ def step(model, optimizer, seed):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rule_1_no_parameter_is_lost(backend):
-    """Prepare in mid-training: same objects, ties, flags, hooks and optimizer state, and everything moves."""
+    """Prepare in mid-training: same objects, ties, flags, hooks and optimizer state, and everything
+    moves."""
     model, optimizer = made()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     calls = []
     model.up.register_forward_hook(lambda *_: calls.append(1))
     step(model, optimizer, 0)
-    parameters, exp_avg = dict(model.named_parameters()), optimizer.state[model.up.weight]["exp_avg"]
+    parameters, exp_avg = (
+        dict(model.named_parameters()),
+        optimizer.state[model.up.weight]["exp_avg"],
+    )
     same_model, same_optimizer = fp8_backends.prepare(model, optimizer, backend)
     assert same_model is model and same_optimizer is optimizer
     assert all(parameters[name] is p for name, p in model.named_parameters())
@@ -86,9 +91,14 @@ def test_rule_2_fp8_is_proven_never_assumed(backend, capsys):
     step(model, optimizer, 0)
     assert "3/4 Linear" in capsys.readouterr().err
     audit = fp8_backends.audit(model, optimizer)
-    assert {name: counts["fprop"] for name, counts in audit.products.items()} == {"up": 1, "down": 1, "frozen": 1}
+    assert {name: counts["fprop"] for name, counts in audit.products.items()} == {
+        "up": 1,
+        "down": 1,
+        "frozen": 1,
+    }
     assert "head" in audit.high_precision["lm_head"]
-    # TorchAO multiplies for a frozen weight too, and autograd drops the result: counted, since it ran
+    # TorchAO multiplies for a frozen weight too, and autograd drops the result: counted, since it
+    # ran
     assert audit.products["frozen"]["wgrad"] == (1 if backend.startswith("ao") else 0)
     # planted: the layers are converted, and the forward goes around them
     model, optimizer = made()
@@ -114,13 +124,17 @@ def test_rule_3_given_values_are_used(name):
     """`native:dynamic` reads none of these fields: each is refused by name, and none is dropped."""
     assert name in FIELDS or name == "use_mxfp8_block_scaling"
     with pytest.raises(fp8_backends.RecipeError, match=name.split("_")[0]):
-        fp8_backends.FP8RecipeKwargs(backend="native:dynamic", **{name: OTHER_THAN_THE_DEFAULT[name]})
+        fp8_backends.FP8RecipeKwargs(
+            backend="native:dynamic", **{name: OTHER_THAN_THE_DEFAULT[name]}
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rule_4_high_precision_is_the_fallback_layer_by_layer(backend):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32).double(), nn.Linear(32, 32))
-    model[1].forward = lambda x: nn.functional.linear(x.double(), model[1].weight, model[1].bias).float()
+    model[1].forward = lambda x: nn.functional.linear(
+        x.double(), model[1].weight, model[1].bias
+    ).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     fp8_backends.prepare(model, optimizer, backend)
     before = [p.detach().clone() for p in model.parameters()]
@@ -146,7 +160,9 @@ def test_rule_5_the_reference_defines_the_numbers():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rule_6_no_process_wide_state(backend):
     """A copy, another recipe and evaluation in between do not change a bit of a run."""
-    alone = [step(*pair, seed) for pair in [fp8_backends.prepare(*made(), backend)] for seed in range(5)]
+    alone = [
+        step(*pair, seed) for pair in [fp8_backends.prepare(*made(), backend)] for seed in range(5)
+    ]
     model, optimizer = fp8_backends.prepare(*made(), backend)
     other, other_optimizer = fp8_backends.prepare(*made(), "native:rowwise")
     losses = []
@@ -173,13 +189,17 @@ def test_rule_7_saved_state_is_plain(backend, tmp_path):
     assert not any(type(tensor) is not torch.Tensor for tensor in model.state_dict().values())
     safetensors.torch.load_model(stock, str(tmp_path / "model.safetensors"))
     resumed, resumed_optimizer = fp8_backends.prepare(
-        stock, torch.optim.AdamW([p for p in stock.parameters() if p.requires_grad], lr=0.01), backend
+        stock,
+        torch.optim.AdamW([p for p in stock.parameters() if p.requires_grad], lr=0.01),
+        backend,
     )
     resumed_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     ((_, root, prepared),) = prepared_roots(model)
     ((_, resumed_root, resumed_prepared),) = prepared_roots(resumed)
     resumed_prepared.compute.load_scaling_state(resumed_root, prepared.compute.scaling_state(root))
-    assert [step(model, optimizer, s) for s in (3, 4)] == [step(resumed, resumed_optimizer, s) for s in (3, 4)]
+    assert [step(model, optimizer, s) for s in (3, 4)] == [
+        step(resumed, resumed_optimizer, s) for s in (3, 4)
+    ]
 
 
 @pytest.mark.slow

@@ -88,12 +88,35 @@ def test_public_names_exist_and_are_not_modules():
 
 
 def test_public_names_are_the_contract():
-    functions = {"connect", "prepare", "initialize", "resolve", "available_backends", "plan", "audit", "validate"}
+    functions = {
+        "connect",
+        "prepare",
+        "initialize",
+        "resolve",
+        "available_backends",
+        "plan",
+        "audit",
+        "validate",
+    }
     functions |= {"restore", "advise", "register_backend", "policy_gap"}
-    recipes = {"TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs", "NativeRecipeKwargs", "FP8RecipeKwargs"}
+    recipes = {
+        "TERecipeKwargs",
+        "AORecipeKwargs",
+        "MSAMPRecipeKwargs",
+        "NativeRecipeKwargs",
+        "FP8RecipeKwargs",
+    }
     errors = {"FP8BackendError", "RecipeError", "BackendUnavailableError"}
     assert set(fp8_backends.__all__) == functions | recipes | errors
-    moved = {"Export", "dequantize", "export", "freeze_codes", "load_codes", "newest_checkpoint", "plain_weights"}
+    moved = {
+        "Export",
+        "dequantize",
+        "export",
+        "freeze_codes",
+        "load_codes",
+        "newest_checkpoint",
+        "plain_weights",
+    }
     moved |= {"RolloutWeights", "rollout_weights", "whole_states"}
     assert set(fp8_backends.checkpoints.__all__) == moved and not moved & set(vars(fp8_backends))
 
@@ -119,4 +142,6 @@ def test_setup_reads_version_without_import():
     configuration = read_configuration(Path(__file__).parents[2] / "setup.cfg")
     assert configuration["metadata"]["version"] == fp8_backends.__version__
     source = ast.parse(Path(fp8_backends.__file__).read_text(encoding="utf-8"))
-    assert f"__version__ = {fp8_backends.__version__!r}" in [ast.unparse(statement) for statement in source.body]
+    assert f"__version__ = {fp8_backends.__version__!r}" in [
+        ast.unparse(statement) for statement in source.body
+    ]

@@ -1,4 +1,5 @@
-"""Check reports in a notebook: well-formed tables with the words of the text, escaped, in the theme's colours."""
+"""Check reports in a notebook: well-formed tables with the words of the text, escaped, in the
+theme's colours."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from fp8_backends.words import as_html
 def tables(html: str) -> list[list[list[str]]]:
     """Return the cells of each table. Raises `ParseError` at an unclosed tag or unescaped text."""
     page = ElementTree.fromstring(f"<div>{html}</div>")
-    rows = [[["".join(cell.itertext()) for cell in row] for row in table.iter("tr")] for table in page.iter("table")]
+    rows = [
+        [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+        for table in page.iter("table")
+    ]
     return rows
 
 
@@ -67,5 +71,8 @@ def test_empty_findings_show_a_sentence():
 
 def test_numbers_are_right_aligned():
     html = as_html("", [("name", "share", "none"), ("bf16", "94 %", "-"), ("O2", "3.1", "?")])
-    sides = [cell.get("style").split(";")[0] for cell in ElementTree.fromstring(f"<div>{html}</div>").iter("td")]
+    sides = [
+        cell.get("style").split(";")[0]
+        for cell in ElementTree.fromstring(f"<div>{html}</div>").iter("td")
+    ]
     assert sides == ["text-align: left", "text-align: right", "text-align: right"] * 2

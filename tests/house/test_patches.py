@@ -1,14 +1,14 @@
-"""`docs/patches.rst` names exactly the files that change or inspect Python, PyTorch or another library outside official
-extension points (design rule 8).
+"""`docs/patches.rst` names exactly the files that change or inspect Python, PyTorch or another
+library outside official extension points (design rule 8).
 
 Read from the source, in every module:
 
 - an attribute of a foreign module or class that is assigned or deleted;
 - `object.__class__ = …`, and a method of an object that is replaced by a function made here;
 - functions that run and their locals (`sys._getframe`, `inspect.currentframe`, `f_locals`, …);
-- file descriptors that are redirected (`os.dup2`), kernels of the dispatcher (`torch.library.Library(…, "IMPL")`), code
-  objects that are copied, hook tables of modules, filters on foreign loggers, and private names of DDP, FSDP2 and
-  autograd.
+- file descriptors that are redirected (`os.dup2`), kernels of the dispatcher
+  (`torch.library.Library(…, "IMPL")`), code objects that are copied, hook tables of modules,
+  filters on foreign loggers, and private names of DDP, FSDP2 and autograd.
 """
 
 from __future__ import annotations
@@ -26,8 +26,18 @@ ROOT = Path(fp8_backends.__file__).parent
 LIST = ROOT / "docs" / "patches.rst"
 
 CALLS = {"_getframe", "currentframe", "walk_stack", "dup2", "addFilter", "CodeType", "FunctionType"}
-ATTRIBUTES = {"f_locals", "f_back", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called"}
-ATTRIBUTES |= {"_set_params_and_buffers_to_ignore_for_model", "queue_callback", "_match_all_reduce_for_bwd_pass"}
+ATTRIBUTES = {
+    "f_locals",
+    "f_back",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_always_called",
+}
+ATTRIBUTES |= {
+    "_set_params_and_buffers_to_ignore_for_model",
+    "queue_callback",
+    "_match_all_reduce_for_bwd_pass",
+}
 METHODS = {"forward", "_apply"}
 """Attributes of modules: any replacement on an object counts."""
 ATTRIBUTES |= {"_sharded_local_tensor"}
@@ -51,8 +61,13 @@ def foreign_names(tree: ast.Module, nodes: list[ast.AST]) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found |= {alias.asname or alias.name for alias in node.names}
     for statement in tree.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, (ast.Tuple, ast.List, ast.Set, ast.Dict)):
-            if any(isinstance(node, ast.Name) and node.id in found for node in ast.walk(statement.value)):
+        if isinstance(statement, ast.Assign) and isinstance(
+            statement.value, (ast.Tuple, ast.List, ast.Set, ast.Dict)
+        ):
+            if any(
+                isinstance(node, ast.Name) and node.id in found
+                for node in ast.walk(statement.value)
+            ):
                 found |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
     for node in nodes:
         if isinstance(node, (ast.For, ast.comprehension)) and dotted(node.iter) in found:
@@ -80,7 +95,12 @@ def patches(source: str) -> set[str]:
     nodes = list(ast.walk(tree))
     foreign, found = foreign_names(tree, nodes), set()
     functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-    own = {each for function in nodes if isinstance(function, ast.FunctionDef) for each in values_of(function)}
+    own = {
+        each
+        for function in nodes
+        if isinstance(function, ast.FunctionDef)
+        for each in values_of(function)
+    }
     for node in nodes:
         for target, value in pairs(node):
             if not isinstance(target, ast.Attribute):
@@ -92,7 +112,9 @@ def patches(source: str) -> set[str]:
                 found.add(f"{owner}.{target.attr} =")
             elif owner not in ("self", "cls") and target.attr in METHODS:
                 found.add(f"{owner}.{target.attr} =")
-            elif owner not in ("self", "cls") and value not in own and is_function(value, functions):
+            elif (
+                owner not in ("self", "cls") and value not in own and is_function(value, functions)
+            ):
                 found.add(f"{owner}.{target.attr} = a function")
         if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
             found.add(node.attr)
@@ -103,8 +125,13 @@ def patches(source: str) -> set[str]:
 
 def values_of(function: ast.FunctionDef) -> Iterator[ast.Name]:
     """Yield a function's reads of its own arguments."""
-    arguments = {each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
-    return (node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id in arguments)
+    arguments = {
+        each.arg
+        for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    }
+    return (
+        node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id in arguments
+    )
 
 
 def is_function(value: ast.AST | None, functions: set[str]) -> bool:
@@ -127,12 +154,17 @@ def call(node: ast.Call, foreign: set[str]) -> Iterator[str]:
         yield f"{last}({dotted(node.args[0])})"
     if last == "Library" and {"IMPL", "DEF", "FRAGMENT"} & set(arguments):
         yield "Library(IMPL)"
-    if last == "replace" and any((keyword.arg or "").startswith("co_") for keyword in node.keywords):
+    if last == "replace" and any(
+        (keyword.arg or "").startswith("co_") for keyword in node.keywords
+    ):
         yield "code.replace()"
 
 
 def patched_files(root: Path) -> dict[str, set[str]]:
-    files = {str(file.relative_to(root)): patches(file.read_text(encoding="utf-8")) for file in root.rglob("*.py")}
+    files = {
+        str(file.relative_to(root)): patches(file.read_text(encoding="utf-8"))
+        for file in root.rglob("*.py")
+    }
     return {name: found for name, found in files.items() if found}
 
 
@@ -140,7 +172,9 @@ def patched_files(root: Path) -> dict[str, set[str]]:
 def test_list_names_exactly_the_patching_files():
     named = set(re.findall(r"``([a-z_0-9/]+\.py)``", LIST.read_text(encoding="utf-8")))
     found = patched_files(ROOT)
-    assert not {name: what for name, what in found.items() if name not in named}, "not in docs/patches.rst"
+    assert not {name: what for name, what in found.items() if name not in named}, (
+        "not in docs/patches.rst"
+    )
     assert not named - found.keys(), "in docs/patches.rst, and does none of this"
 
 

@@ -1,4 +1,5 @@
-"""Bound the English of docstrings, guides and READMEs: few relative clauses; docstrings begin with a verb."""
+"""Bound the English of docstrings, guides and READMEs: few relative clauses; docstrings begin with
+a verb."""
 
 from __future__ import annotations
 
@@ -13,14 +14,18 @@ import fp8_backends
 
 PACKAGE = Path(fp8_backends.__file__).parent
 ROOT = PACKAGE.parent
-PAGES = [*sorted(PACKAGE.glob("docs/*.rst")), *(ROOT / folder / "README.rst" for folder in ("", "benchmarks", "tests"))]
+PAGES = [
+    *sorted(PACKAGE.glob("docs/*.rst")),
+    *(ROOT / folder / "README.rst" for folder in ("", "benchmarks", "tests")),
+]
 
 RELATIVE = re.compile(r"\b(that|which|what|whose|where|those|whether)\b", re.IGNORECASE)
 OPENING = re.compile(r"^(What|Whether|How|Those|Of|Where|Who|That|With|As|In)\b")
 SECTIONS = re.compile(r"\n\s*(?:Args|Returns|Raises|Examples?|Parameters)s?:?\s*\n")
 
 RELATIVE_SHARE, STACKED_SHARE, OPENING_SHARE = 0.28, 0.04, 0.02
-"""Largest shares: sentences with a relative word, sentences with two or more, docstrings that begin with one."""
+"""Largest shares: sentences with a relative word, sentences with two or more, docstrings that begin
+with one."""
 
 
 def docstrings(folder: Path) -> Iterator[str]:
@@ -33,7 +38,8 @@ def docstrings(folder: Path) -> Iterator[str]:
 
 def paragraphs(page: str) -> Iterator[str]:
     """Yield paragraphs and list items, without titles, tables, directives and literal blocks."""
-    page = re.sub(r"^=+( +=+)+\n(?:.*\n)+?=+( +=+)+\n(?=\n|\Z)", "", page, flags=re.MULTILINE)  # tables
+    # tables
+    page = re.sub(r"^=+( +=+)+\n(?:.*\n)+?=+( +=+)+\n(?=\n|\Z)", "", page, flags=re.MULTILINE)
     block, skipped = [], None
     for line in [*page.splitlines(), ""]:
         indent, text = len(line) - len(line.lstrip()), line.strip()
@@ -54,8 +60,12 @@ def shares(texts: list[str]) -> tuple[float, float]:
     for text in texts:
         words = re.sub(r"`+[^`]*`+_*", "X", SECTIONS.split(text)[0])
         sentences = re.split(r"(?<=[.!?])\s+", " ".join(words.split()))
-        counts += [len(RELATIVE.findall(sentence)) for sentence in sentences if len(sentence.split()) >= 3]
-    return sum(count > 0 for count in counts) / len(counts), sum(count > 1 for count in counts) / len(counts)
+        counts += [
+            len(RELATIVE.findall(sentence)) for sentence in sentences if len(sentence.split()) >= 3
+        ]
+    return sum(count > 0 for count in counts) / len(counts), sum(
+        count > 1 for count in counts
+    ) / len(counts)
 
 
 @pytest.mark.parametrize("folder", ["fp8_backends", "benchmarks", "tests"])

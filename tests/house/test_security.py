@@ -1,7 +1,8 @@
-"""Compare the security guide, file by file, with every use of a function that can run code or read executable data.
+"""Compare the security guide, file by file, with every use of a function that can run code or read
+executable data.
 
-Read from the source: a name counts whether called or passed on. A user's own objects, such as the `load` of an entry
-point, are found at their source, `importlib.metadata`.
+Read from the source: a name counts whether called or passed on. A user's own objects, such as the
+`load` of an entry point, are found at their source, `importlib.metadata`.
 """
 
 from __future__ import annotations
@@ -21,21 +22,23 @@ GUIDE = ROOT / "docs" / "security.rst"
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 MODULES = set(
     "pickle _pickle cPickle cloudpickle dill marshal shelve joblib jsonpickle code codeop pty "
-    "socket socketserver ssl http ftplib smtplib telnetlib xmlrpc asyncio requests httpx aiohttp urllib3 "
-    "subprocess ctypes runpy imp".split()
+    "socket socketserver ssl http ftplib smtplib telnetlib xmlrpc asyncio requests httpx aiohttp "
+    "urllib3 subprocess ctypes runpy imp".split()
 )
 """All of their names count, except `NO_CODE`."""
 NAMES = set(
     "os.system os.popen os.startfile os.posix_spawn os.posix_spawnp os.fork os.forkpty "
     "tempfile.mktemp numpy.load urllib.request huggingface_hub "
-    "importlib.import_module importlib.reload importlib.util.module_from_spec importlib.metadata.entry_points "
-    "torch.load torch.jit.load torch.hub torch.package torch.ops.load_library torch.classes.load_library "
-    "torch.utils.cpp_extension yaml.load yaml.load_all yaml.full_load yaml.full_load_all yaml.unsafe_load "
-    "yaml.unsafe_load_all yaml.Loader yaml.FullLoader yaml.UnsafeLoader yaml.CLoader yaml.CFullLoader "
-    "yaml.CUnsafeLoader multiprocessing "
-    "torch.distributed.all_gather_object torch.distributed.gather_object torch.distributed.broadcast_object_list "
-    "torch.distributed.scatter_object_list torch.distributed.send_object_list torch.distributed.recv_object_list "
-    "torch.serialization.add_safe_globals torch.serialization.safe_globals".split()
+    "importlib.import_module importlib.reload importlib.util.module_from_spec "
+    "importlib.metadata.entry_points torch.load torch.jit.load torch.hub torch.package "
+    "torch.ops.load_library torch.classes.load_library torch.utils.cpp_extension yaml.load "
+    "yaml.load_all yaml.full_load yaml.full_load_all yaml.unsafe_load yaml.unsafe_load_all "
+    "yaml.Loader yaml.FullLoader yaml.UnsafeLoader yaml.CLoader yaml.CFullLoader "
+    "yaml.CUnsafeLoader multiprocessing torch.distributed.all_gather_object "
+    "torch.distributed.gather_object torch.distributed.broadcast_object_list "
+    "torch.distributed.scatter_object_list torch.distributed.send_object_list "
+    "torch.distributed.recv_object_list torch.serialization.add_safe_globals "
+    "torch.serialization.safe_globals".split()
 )
 PREFIXES = ("os.exec", "os.spawn")
 NO_CODE = re.compile(
@@ -56,12 +59,15 @@ def imported(nodes: list[ast.AST]) -> dict[str, str]:
                 top = alias.name.split(".")[0]
                 found[alias.asname or top] = alias.name if alias.asname else top
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
     return found
 
 
 def dotted(node: ast.AST, names: dict[str, str]) -> str | None:
-    """Return `torch.load` for `torch.load`, for `t.load` after `import torch as t`, and for an imported `load`."""
+    """Return `torch.load` for `torch.load`, for `t.load` after `import torch as t`, and for an
+    imported `load`."""
     if isinstance(node, ast.Attribute):
         base = dotted(node.value, names)
         return base and f"{base}.{node.attr}"
@@ -76,7 +82,13 @@ def counts(name: str) -> bool:
     own = name.removeprefix("builtins.")
     parts = own.split(".")
     is_of = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
-    return own in BUILTINS or bool(is_of & NAMES) or len(parts) > 1 and parts[0] in MODULES or own.startswith(PREFIXES)
+    return (
+        own in BUILTINS
+        or bool(is_of & NAMES)
+        or len(parts) > 1
+        and parts[0] in MODULES
+        or own.startswith(PREFIXES)
+    )
 
 
 def is_false(node: ast.expr) -> bool:
@@ -101,14 +113,26 @@ def found_in(source: str) -> Iterator[str]:
     nodes = list(ast.walk(ast.parse(source)))
     names, safe_loaders = imported(nodes), {"yaml.SafeLoader", "yaml.CSafeLoader"}
     for node in nodes:
-        if isinstance(node, ast.ClassDef) and node.bases and {dotted(b, names) for b in node.bases} <= safe_loaders:
+        if (
+            isinstance(node, ast.ClassDef)
+            and node.bases
+            and {dotted(b, names) for b in node.bases} <= safe_loaders
+        ):
             safe_loaders |= {node.name}
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     safe = {call.func for call in calls if is_safe(call, names, safe_loaders)}
     for call in calls:
-        yield from (each.arg for each in call.keywords if each.arg in MUST_BE_FALSE and not is_false(each.value))
+        yield from (
+            each.arg
+            for each in call.keywords
+            if each.arg in MUST_BE_FALSE and not is_false(each.value)
+        )
     for node in nodes:
-        if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load) and node not in safe:
+        if (
+            isinstance(node, (ast.Attribute, ast.Name))
+            and isinstance(node.ctx, ast.Load)
+            and node not in safe
+        ):
             name = dotted(node, names)
             if name and counts(name):
                 yield name.removeprefix("builtins.")
@@ -122,7 +146,10 @@ def longest(names: set[str]) -> set[str]:
 
 
 def found(root: Path) -> dict[str, set[str]]:
-    each = {str(file.relative_to(root)): longest(set(found_in(file.read_text("utf-8")))) for file in root.rglob("*.py")}
+    each = {
+        str(file.relative_to(root)): longest(set(found_in(file.read_text("utf-8"))))
+        for file in root.rglob("*.py")
+    }
     return {file: names for file, names in each.items() if names}
 
 
@@ -182,7 +209,8 @@ def test_a_planted_violation_is_found(planted, tmp_path):
         "import torch\ntorch.load(path, weights_only=True)",
         "import re\nre.compile(text)\nmodel.compile()\nmodel.eval()",
         "import yaml\nyaml.safe_load(text)",
-        "import yaml\nclass L(yaml.SafeLoader): pass\nyaml.load(text, L)\nyaml.load(text, Loader=yaml.CSafeLoader)",
+        "import yaml\nclass L(yaml.SafeLoader): pass\nyaml.load(text, L)\nyaml.load(text, "
+        "Loader=yaml.CSafeLoader)",
         "import subprocess\ntry: pass\nexcept subprocess.TimeoutExpired: pass",
         "import urllib.parse\nurllib.parse.quote(text)",
         "run(command, shell=False)",
@@ -198,8 +226,13 @@ def test_harmless_code_passes_security_check(plain, tmp_path):
 def test_guide_lists_environment_variables():
     text = GUIDE.read_text("utf-8")
     read = set()
-    for file in {*ROOT.rglob("*.py")} - {ROOT / "docs" / "conf.py"}:  # which builds the site, and is not installed
+    # which builds the site, and is not installed
+    for file in {*ROOT.rglob("*.py")} - {ROOT / "docs" / "conf.py"}:
         source = file.read_text("utf-8")
-        read |= set(re.findall(r"""environ(?:\.get\(|\[|\.setdefault\(|\.pop\()\s*["']([A-Z]\w+)["']""", source))
+        read |= set(
+            re.findall(
+                r"""environ(?:\.get\(|\[|\.setdefault\(|\.pop\()\s*["']([A-Z]\w+)["']""", source
+            )
+        )
     assert {"CXX", "XDG_CACHE_HOME", "RANK"} <= read
     assert [name for name in sorted(read) if f"``{name}``" not in text] == []

@@ -1,4 +1,5 @@
-"""Check this package with a type checker: types of every public name, and handlers with their fields."""
+"""Check this package with a type checker: types of every public name, and handlers with their
+fields."""
 
 from __future__ import annotations
 
@@ -87,12 +88,20 @@ PLANTED = (
 
 
 def errors_of_mypy(folder: Path) -> dict[str, list[tuple[int, str]]]:
-    """Return mypy's (line, message) by file name: for the program of all public names, the examples, and the
-    mistakes."""
+    """Return mypy's (line, message) by file name: for the program of all public names, the
+    examples, and the mistakes."""
     (folder / "mypy.ini").write_text(CONFIG)
     (folder / "planted.py").write_text(PREAMBLE + "\n".join(PLANTED) + "\n")
-    options = ["--config-file", str(folder / "mypy.ini"), "--cache-dir", str(folder / "cache"), "--no-error-summary"]
-    said, failure, _ = mypy.api.run([*options, *map(str, (SURFACE, *EXAMPLES, folder / "planted.py"))])
+    options = [
+        "--config-file",
+        str(folder / "mypy.ini"),
+        "--cache-dir",
+        str(folder / "cache"),
+        "--no-error-summary",
+    ]
+    said, failure, _ = mypy.api.run(
+        [*options, *map(str, (SURFACE, *EXAMPLES, folder / "planted.py"))]
+    )
     assert failure == ""
     found = defaultdict(list)
     for file, line, message in re.findall(r"^(.+?):(\d+): error: (.*)$", said, re.M):
@@ -102,7 +111,8 @@ def errors_of_mypy(folder: Path) -> dict[str, list[tuple[int, str]]]:
 
 @pytest.mark.nightly
 def test_mypy_accepts_examples_and_finds_mistakes(tmp_path):
-    """Check all in one test, since mypy reads PyTorch each time. The examples must be without error."""
+    """Check all in one test, since mypy reads PyTorch each time. The examples must be without
+    error."""
     errors = errors_of_mypy(tmp_path)
     planted = {line for line, _ in errors.pop("planted.py")}
     assert errors == {}

@@ -46,12 +46,17 @@ def test_package_uses_counted_for_plurals():
     """`{len(…)} layers` prints "1 layers" one day; `counted` does not."""
     root = Path(fp8_backends.__file__).parent
     by_hand = re.compile(r"\{len\([^{}]*\)\} [a-z]+(?: [a-z]+)?s\b")
-    found = {str(file.relative_to(root)) for file in root.rglob("*.py") if by_hand.search(file.read_text("utf-8"))}
+    found = {
+        str(file.relative_to(root))
+        for file in root.rglob("*.py")
+        if by_hand.search(file.read_text("utf-8"))
+    }
     assert found == NEVER_ONE
 
 
 def test_text_outside_the_commands_is_ascii():
-    """Users print reports, and log lines to streams of any encoding. Only a command prepares its own stdout."""
+    """Users print reports, and log lines to streams of any encoding. Only a command prepares its
+    own stdout."""
     root = Path(fp8_backends.__file__).parent
     files = {file: file.relative_to(root).parts[0] for file in root.rglob("*.py")}
     printed = [file for file, room in files.items() if room not in ("tools", "docs", "examples")]
@@ -59,7 +64,12 @@ def test_text_outside_the_commands_is_ascii():
     for file in printed:
         tree = ast.parse(file.read_text("utf-8"))
         documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        strings = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
         strings = [node for node in strings if id(node) not in documentation]
         assert [node.value for node in strings if not node.value.isascii()] == [], file
-    assert (root / "recipes" / "fields.py").read_text("utf-8").isascii()  # its docstrings are help, Accelerate's too
+    # its docstrings are help, Accelerate's too
+    assert (root / "recipes" / "fields.py").read_text("utf-8").isascii()

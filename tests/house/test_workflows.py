@@ -1,4 +1,5 @@
-"""Check the files of a code host: every path, module, entry and command they name exists, and their shell is valid."""
+"""Check the files of a code host: every path, module, entry and command they name exists, and their
+shell is valid."""
 
 from __future__ import annotations
 
@@ -46,9 +47,15 @@ def extras() -> set[str]:
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflow_names_only_existing_things(workflow):
     text = "\n".join(steps(workflow))
-    paths = re.findall(r"(?<![\w/.-])((?:tests|benchmarks|fp8_backends|\.github|\.ci)(?:/[\w.-]+)+)", text)
+    paths = re.findall(
+        r"(?<![\w/.-])((?:tests|benchmarks|fp8_backends|\.github|\.ci)(?:/[\w.-]+)+)", text
+    )
     assert paths and [path for path in paths if not (ROOT / path).exists()] == []
-    assert [name for name in re.findall(r"\bpython -m (\w+)", text) if importlib.util.find_spec(name) is None] == []
+    assert [
+        name
+        for name in re.findall(r"\bpython -m (\w+)", text)
+        if importlib.util.find_spec(name) is None
+    ] == []
     named = {name for group in re.findall(r"\.\[([\w,]+)\]", text) for name in group.split(",")}
     assert named <= extras()
     starts = {line.split()[0] for line in text.splitlines() if line.strip() and line[0] not in " -"}
@@ -70,7 +77,9 @@ def test_each_push_runs_every_claimed_python():
     assert all(entries[each["name"]]["python"] == each["python"] for each in included)
     claimed = re.findall(r"Python :: (3\.\d+)", (ROOT / "setup.cfg").read_text(encoding="utf-8"))
     assert claimed == [each["python"] for each in included]
-    assert f"Python {claimed[0]} to {claimed[-1]}" in (ROOT / "README.rst").read_text(encoding="utf-8")
+    assert f"Python {claimed[0]} to {claimed[-1]}" in (ROOT / "README.rst").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_commands_of_the_wheel_job_exist(tmp_path, monkeypatch, capsys):
@@ -85,7 +94,9 @@ def test_hosts_build_the_site_by_one_command():
     command = "python -m sphinx -W fp8_backends/docs"
     assert command in "\n".join(steps(HOST / "workflows" / "documentation.yml"))
     hosted = loaded(HOSTED)
-    assert (ROOT / hosted["sphinx"]["configuration"]).is_file() and hosted["sphinx"]["fail_on_warning"]
+    assert (ROOT / hosted["sphinx"]["configuration"]).is_file() and hosted["sphinx"][
+        "fail_on_warning"
+    ]
     (installed,) = hosted["python"]["install"]
     assert set(installed["extra_requirements"]) <= extras()
 
@@ -102,23 +113,37 @@ def test_issue_form_is_complete(form):
 
 def test_pages_for_contributors_link_to_existing_files():
     pages = [HOST / name for name in ("CONTRIBUTING.rst", "SECURITY.md")]
-    links = [HOST / link for page in pages for link in re.findall(r"[<(](\.\./[^>)]+)[>)]", page.read_text("utf-8"))]
+    links = [
+        HOST / link
+        for page in pages
+        for link in re.findall(r"[<(](\.\./[^>)]+)[>)]", page.read_text("utf-8"))
+    ]
     assert len(links) == 4 and [link for link in links if not link.is_file()] == []
 
 
 def test_bug_report_requires_output_of_doctor():
-    (asked,) = [each for each in loaded(HOST / "ISSUE_TEMPLATE" / "bug.yml")["body"] if each["id"] == "doctor"]
-    assert asked["validations"] == {"required": True} and "`fp8-backends doctor --json`" in asked["attributes"]["label"]
+    (asked,) = [
+        each
+        for each in loaded(HOST / "ISSUE_TEMPLATE" / "bug.yml")["body"]
+        if each["id"] == "doctor"
+    ]
+    assert (
+        asked["validations"] == {"required": True}
+        and "`fp8-backends doctor --json`" in asked["attributes"]["label"]
+    )
 
 
 @pytest.mark.nightly
 def test_versions_of_the_site_stay_in_folders(tmp_path):
-    """Run the steps of the workflow for two pushes and a tag between them, with a site of one page."""
+    """Run the steps of the workflow for two pushes and a tag between them, with a site of one
+    page."""
     remote, source = tmp_path / "remote.git", tmp_path / "source"
     (source / "fp8_backends" / "docs").mkdir(parents=True)
     git = ["git", "-c", "user.name=name", "-c", "user.email=email"]
     docs = source / "fp8_backends" / "docs"
-    docs.joinpath("conf.py").write_text("import os\nproject = os.environ['FP8_BACKENDS_DOCS_VERSIONS']\n")
+    docs.joinpath("conf.py").write_text(
+        "import os\nproject = os.environ['FP8_BACKENDS_DOCS_VERSIONS']\n"
+    )
     docs.joinpath("index.rst").write_text("Title\n=====\n")
     run([*git, "init", "--quiet", "--bare", str(remote)], tmp_path)
     run([*git, "init", "--quiet", "--initial-branch", "main"], source)
@@ -134,10 +159,18 @@ def test_versions_of_the_site_stay_in_folders(tmp_path):
                 run(["bash", "-e", "-c", shell], checkout, FOLDER=version)
     run([*git, "clone", "--quiet", "--branch", "gh-pages", str(remote), "pages"], tmp_path)
     pages = tmp_path / "pages"
-    assert {path.name for path in pages.iterdir()} == {".git", ".nojekyll", "index.html", "latest", "v0.3.0"}
+    assert {path.name for path in pages.iterdir()} == {
+        ".git",
+        ".nojekyll",
+        "index.html",
+        "latest",
+        "v0.3.0",
+    }
     assert "latest v0.3.0" in (pages / "latest" / "index.html").read_text()
 
 
 def run(command: list[str], folder: Path, **environment: str) -> None:
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, **environment})
+    ended = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env={**os.environ, **environment}
+    )
     assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"

@@ -1,11 +1,12 @@
-"""Print the files of the package through which four things pass, and those that name a feature: `python
-tests/house/walks.py`.
+"""Print the files of the package through which four things pass, and those that name a feature:
+`python tests/house/walks.py`.
 
-The tracer lists, in order, each file with a function that receives the thing as an argument (`self` is none); "in all"
-counts every file that ran. A return is a call from another file into a file that has handed the thing on to a third
-one. A pair of files counts once, however many layers, parameters and functions it serves: a reader learns it once. A
-file that only answers, as with `is_distributed`, was never left. Each call by PyTorch or the user (a forward, a hook of
-backward, a step) starts a leg of its own, and returns are counted within a leg. This is a report and no test.
+The tracer lists, in order, each file with a function that receives the thing as an argument (`self`
+is none); "in all" counts every file that ran. A return is a call from another file into a file that
+has handed the thing on to a third one. A pair of files counts once, however many layers, parameters
+and functions it serves: a reader learns it once. A file that only answers, as with
+`is_distributed`, was never left. Each call by PyTorch or the user (a forward, a hook of backward, a
+step) starts a leg of its own, and returns are counted within a leg. This is a report and no test.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ FEATURES = {
 
 
 def named_in(pattern: str) -> dict[str, int]:
-    """Count the identifiers that match a pattern by package file, without strings, comments and docstrings. The room of
-    rules is left out: a rule refuses features by name."""
+    """Count the identifiers that match a pattern by package file, without strings, comments and
+    docstrings. The room of rules is left out: a rule refuses features by name."""
     counts = {}
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
@@ -85,7 +86,9 @@ class Walk:
         self.every.add(file)
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         values = [frame.f_locals.get(name) for name in names if name != "self"]
-        values += [item for value in values if isinstance(value, (list, tuple)) for item in value[:64]]
+        values += [
+            item for value in values if isinstance(value, (list, tuple)) for item in value[:64]
+        ]
         if not any(self.follows(value) for value in values):
             return
         self.files[file] = None
@@ -97,7 +100,10 @@ class Walk:
         self._pairs.add(pair)
 
     def report(self, title: str) -> None:
-        print(f"{title}: {len(self.files)} files, {len(self.returns)} returns, {len(self.every)} in all")
+        print(
+            f"{title}: {len(self.files)} files, {len(self.returns)} returns, {len(self.every)} in "
+            "all"
+        )
         print("   ", " -> ".join(self.files))
         for caller, file in self.returns:
             print(f"    return: {caller} -> {file}")
@@ -120,7 +126,12 @@ def recipe_to_product() -> Walk:
         fp8_backends.prepare(net, None, backend)
         net(x)
 
-    return Walk(action, lambda value: value is backend or value is x or isinstance(value, (FP8RecipeKwargs, LayerRule)))
+    return Walk(
+        action,
+        lambda value: (
+            value is backend or value is x or isinstance(value, (FP8RecipeKwargs, LayerRule))
+        ),
+    )
 
 
 def weight_to_step() -> Walk:
@@ -139,7 +150,9 @@ def weight_to_step() -> Walk:
 
 def checkpoint(load: bool) -> Walk:
     """Follow the folder of `save_state` or `load_state`, as text or Path, and files in it."""
-    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend="msamp:O2")], cpu=True)
+    accelerator = Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend="msamp:O2")], cpu=True
+    )
     net = model()
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
     accelerator.backward(net(torch.randn(32, 64)).sum())
@@ -150,7 +163,8 @@ def checkpoint(load: bool) -> Walk:
             accelerator.save_state(folder)
         action = accelerator.load_state if load else accelerator.save_state
         return Walk(
-            lambda: action(folder), lambda value: isinstance(value, (str, Path)) and str(value).startswith(folder)
+            lambda: action(folder),
+            lambda value: isinstance(value, (str, Path)) and str(value).startswith(folder),
         )
 
 

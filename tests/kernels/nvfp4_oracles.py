@@ -1,10 +1,11 @@
-"""Record NVFP4 codes and scales of TransformerEngine's and TorchAO's references, and NVIDIA's casts to E2M1.
+"""Record NVFP4 codes and scales of TransformerEngine's and TorchAO's references, and NVIDIA's casts
+to E2M1.
 
     python tests/kernels/nvfp4_oracles.py TE_REPOSITORY AO_REPOSITORY CUDA_INCLUDE
 
-Writes recordings/nvfp4.safetensors, which `test_nvfp4.py` reads. Both references run on the CPU, without oneDNN, whose
-bf16 products flush subnormal numbers. The two repositories are git directories; the cast is compiled with g++ from
-CUDA's own header.
+Writes recordings/nvfp4.safetensors, which `test_nvfp4.py` reads. Both references run on the CPU,
+without oneDNN, whose bf16 products flush subnormal numbers. The two repositories are git
+directories; the cast is compiled with g++ from CUDA's own header.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def module_of(repository: str, path: str, name: str) -> types.ModuleType:
 
 
 def commit_of(repository: str) -> str:
-    return subprocess.check_output(["git", "-C", repository, "log", "-1", "--format=%H %cs"], text=True).strip()
+    return subprocess.check_output(
+        ["git", "-C", repository, "log", "-1", "--format=%H %cs"], text=True
+    ).strip()
 
 
 def transformer_engine(repository: str) -> types.ModuleType:
@@ -85,28 +88,43 @@ def transformer_engine(repository: str) -> types.ModuleType:
 
     package = "transformer_engine.pytorch"
     recipes = types.ModuleType(f"{package}.custom_recipes")
-    recipes.gemm = types.SimpleNamespace(MMParams=object, GEMMType=enum.Enum("GEMMType", "FPROP DGRAD WGRAD"))
+    recipes.gemm = types.SimpleNamespace(
+        MMParams=object, GEMMType=enum.Enum("GEMMType", "FPROP DGRAD WGRAD")
+    )
     tensors = types.SimpleNamespace(Quantizer=Quantizer, QuantizedTensorStorage=object)
     for name in ("transformer_engine", package):
         sys.modules[name] = types.ModuleType(name)
-    sys.modules[f"{package}.custom_recipes"], sys.modules[f"{package}.quantized_tensor"] = recipes, tensors
-    recipes.reference_utils = module_of(repository, f"{TE_FOLDER}/reference_utils.py", f"{recipes.__name__}.utils")
-    return module_of(repository, f"{TE_FOLDER}/reference_nvfp4.py", f"{recipes.__name__}.reference_nvfp4")
+    sys.modules[f"{package}.custom_recipes"], sys.modules[f"{package}.quantized_tensor"] = (
+        recipes,
+        tensors,
+    )
+    recipes.reference_utils = module_of(
+        repository, f"{TE_FOLDER}/reference_utils.py", f"{recipes.__name__}.utils"
+    )
+    return module_of(
+        repository, f"{TE_FOLDER}/reference_nvfp4.py", f"{recipes.__name__}.reference_nvfp4"
+    )
 
 
 def record(te_repository: str, ao_repository: str, include: str) -> None:
     te = transformer_engine(te_repository)
     names = "torchao.prototype.moe_training.nvfp4_training.hadamard_utils", "nvfp4_reference"
-    _, ao = (module_of(ao_repository, path, name) for path, name in zip(AO_FILES, names, strict=True))
+    _, ao = (
+        module_of(ao_repository, path, name) for path, name in zip(AO_FILES, names, strict=True)
+    )
     torch.backends.mkldnn.enabled = False
     tensors, e2m1 = {}, te.reference_utils.Fp4Formats.E2M1
     for name, matrix in matrices().items():
         found = {}
         for kind, tile in (("input", (1, 16)), ("weight", (16, 16))):
-            theirs = te.NVFP4QuantizerRef(dtype=e2m1, quant_tile_shape=tile, with_rht=kind == "input").quantize(matrix)
+            theirs = te.NVFP4QuantizerRef(
+                dtype=e2m1, quant_tile_shape=tile, with_rht=kind == "input"
+            ).quantize(matrix)
             found[f"te {kind}"] = theirs.data, theirs.scale
             found[f"te {kind} transposed"] = theirs.data_t, theirs.scale_t
-        both = ao.reference_rht_quantize_row_col(matrix, *ao.reference_rht_amax(matrix), layout="plain")
+        both = ao.reference_rht_quantize_row_col(
+            matrix, *ao.reference_rht_amax(matrix), layout="plain"
+        )
         found["ao input transposed"], found["ao input"] = ((q.codes, q.scales) for q in both)
         both = ao.reference_weight_quantize_2d(matrix, matrix.abs().max().float(), layout="plain")
         found["ao weight"], found["ao weight transposed"] = ((q.codes, q.scales) for q in both)
@@ -118,7 +136,9 @@ def record(te_repository: str, ao_repository: str, include: str) -> None:
         source, program = Path(folder, "cast.cpp"), Path(folder, "cast")
         source.write_text(HOST)
         subprocess.check_call(["g++", "-I", include, str(source), "-o", str(program)])
-        codes = torch.frombuffer(bytearray(subprocess.check_output([str(program)])), dtype=torch.uint8)
+        codes = torch.frombuffer(
+            bytearray(subprocess.check_output([str(program)])), dtype=torch.uint8
+        )
     tensors["casts of bf16"] = codes[::2] | codes[1::2] << 4
     sources = {
         "TransformerEngine": f"{commit_of(te_repository)}, {TE_FOLDER}/reference_nvfp4.py",

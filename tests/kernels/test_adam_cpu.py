@@ -10,7 +10,19 @@ import adam_cases as cases
 import pytest
 import torch
 import warm_process
-from adam_cases import CASES, OPTIONS, all_bits, bits, check, hyper_of, jobs, slot, slots, value, with_record
+from adam_cases import (
+    CASES,
+    OPTIONS,
+    all_bits,
+    bits,
+    check,
+    hyper_of,
+    jobs,
+    slot,
+    slots,
+    value,
+    with_record,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from test_adam_bounds import positive
@@ -28,7 +40,14 @@ SIZES = (3000, 1, 70_001, 16, 130)
 KINDS = [*((case, "adamw") for case in CASES), *((case, "adam") for case in ("O1", "O2", "O4"))]
 
 
-KEPT = [("O2", "adamw"), ("all blocks", "adamw"), ("bf16", "adamw"), ("O4", "adamw"), ("O1", "adam"), ("O4", "adam")]
+KEPT = [
+    ("O2", "adamw"),
+    ("all blocks", "adamw"),
+    ("bf16", "adamw"),
+    ("O4", "adamw"),
+    ("O1", "adam"),
+    ("O4", "adam"),
+]
 
 
 @pytest.mark.slow
@@ -58,9 +77,13 @@ def test_arbitrary_states_step_bitwise_like_reference(numel, sizes, spread, zero
 
     def values(size, share):
         spreads = 2.0 ** (spread * torch.randn(numel, generator=generator))
-        kept = torch.rand(-(-numel // 64), generator=generator).repeat_interleave(64)[:numel] >= share
+        kept = (
+            torch.rand(-(-numel // 64), generator=generator).repeat_interleave(64)[:numel] >= share
+        )
         kept &= torch.rand(numel, generator=generator) >= share / 2
-        return kept * (size * torch.randn(numel, generator=generator) * spreads).clamp(-(2.0**62), 2.0**62)
+        return kept * (size * torch.randn(numel, generator=generator) * spreads).clamp(
+            -(2.0**62), 2.0**62
+        )
 
     w, g, m, v = (values(*each) for each in zip(sizes, zeros, strict=True))
     both = []
@@ -101,7 +124,10 @@ def test_huge_and_tiny_gradients(size):
         zeros = slots("O2", 300)
         for part in zeros[2:]:
             part.data.zero_()
-        weight, gradient = Slot(zeros[0].data, torch.full((), small)), Slot(torch.linspace(-1, 1, 300) * size)
+        weight, gradient = (
+            Slot(zeros[0].data, torch.full((), small)),
+            Slot(torch.linspace(-1, 1, 300) * size),
+        )
         hyper = hyper_of(1, size if size < 1 else 1e-3)
         return [with_record(Job(weight, gradient, *zeros[2:], hyper, seed=0, **OPTIONS["adamw"]))]
 
@@ -140,7 +166,10 @@ def test_number_of_calls_is_constant_and_table_small(monkeypatch):
     cases.check_launches(adam_cpu.CPUKernels, monkeypatch)
     of = jobs(sizes=(40,) * 9)
     table = AdamTable(of[0].kind, of, adam_cpu.kernels(of[0].kind))
-    assert sum(each.numel() for each in vars(table).values() if isinstance(each, torch.Tensor)) <= 30 * 9
+    assert (
+        sum(each.numel() for each in vars(table).values() if isinstance(each, torch.Tensor))
+        <= 30 * 9
+    )
 
 
 def test_unsupported_jobs_fall_back_to_pytorch():
@@ -189,7 +218,12 @@ def test_older_processors_compute_the_same(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     adam_cpu.library_of.cache_clear()
     try:
-        for case, options in (("bf16 states", "adamw"), ("e5m2 gradient", "adamw"), ("O4", "adamw"), ("O4", "adam")):
+        for case, options in (
+            ("bf16 states", "adamw"),
+            ("e5m2 gradient", "adamw"),
+            ("O4", "adamw"),
+            ("O4", "adam"),
+        ):
             check(lambda case=case, options=options: jobs(case, options, sizes=SIZES))
     finally:
         adam_cpu.library_of.cache_clear()
@@ -205,8 +239,8 @@ def test_concurrent_processes_compile_once_with_notice_on_first_rank(tmp_path):
         f"open({str(log)!r}, 'a').write('compiled\\n')\n"
         "target = sys.argv[sys.argv.index('-o') + 1]\n"
         f"made = {str(tmp_path / 'made.so')!r}\n"
-        "subprocess.run(['g++', *[made if each == target else each for each in sys.argv[1:]], '-O0'], check=True)\n"
-        "data = open(made, 'rb').read()\n"
+        "subprocess.run(['g++', *[made if each == target else each for each in sys.argv[1:]], "
+        "'-O0'], check=True)\ndata = open(made, 'rb').read()\n"
         "with open(target, 'wb', buffering=0) as out:\n"
         "    out.write(data[: len(data) // 2]); time.sleep(1); out.write(data[len(data) // 2 :])\n"
     )
@@ -223,7 +257,9 @@ def test_concurrent_processes_compile_once_with_notice_on_first_rank(tmp_path):
     environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = [warm_process.python(), "-c", textwrap.dedent(script)]
     processes = [
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank)})
+        subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank)}
+        )
         for rank in range(3)
     ]
     said = [process.communicate(timeout=240)[1] for process in processes]

@@ -1,4 +1,5 @@
-"""Measure low-precision states in training: drift at small learning rates, wide gradients, the distance to torch."""
+"""Measure low-precision states in training: drift at small learning rates, wide gradients, the
+distance to torch."""
 
 import functools
 
@@ -19,11 +20,21 @@ def value(of):
 
 def states(level, numel, block_size=0):
     exp_avg, exp_avg_sq = LEVELS[level]
-    return slot(torch.zeros(numel), exp_avg and f"{exp_avg} {block_size}"), slot(torch.zeros(numel), exp_avg_sq)
+    return slot(torch.zeros(numel), exp_avg and f"{exp_avg} {block_size}"), slot(
+        torch.zeros(numel), exp_avg_sq
+    )
 
 
 def step(weight, gradient, both_states, t, lr, rounding="stochastic", weight_decay=0.0, **options):
-    adam_cases.step([weight, gradient, *both_states], t, rounding, 1, lr=lr, weight_decay=weight_decay, **options)
+    adam_cases.step(
+        [weight, gradient, *both_states],
+        t,
+        rounding,
+        1,
+        lr=lr,
+        weight_decay=weight_decay,
+        **options,
+    )
 
 
 class Exact:
@@ -52,7 +63,8 @@ class Exact:
 
 @functools.cache
 def fine_tuning(lr, rounding, level="O2", numel=4096, steps=300):
-    """Return the displacement projected on the exact one's, and the share of expected movers that stayed."""
+    """Return the displacement projected on the exact one's, and the share of expected movers that
+    stayed."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(numel, generator=generator) * 0.02
     weight = slot(start, "fp16")
@@ -82,8 +94,8 @@ def test_small_learning_rates_move_weights_like_fp32(lr, level):
 @pytest.mark.slow
 @pytest.mark.parametrize("lr,lost,never_moved", [(5e-6, 0.2, 0.1), (2e-6, 0.5, 0.3)])
 def test_nearest_rounding_loses_small_steps(lr, lost, never_moved):
-    """Show MS-AMP's rounding, and the reason against it as default. Stuck: never moved, though FP32 moved by over 4
-    FP16 steps."""
+    """Show MS-AMP's rounding, and the reason against it as default. Stuck: never moved, though FP32
+    moved by over 4 FP16 steps."""
     projection, stuck = fine_tuning(lr, "nearest")
     assert projection < 1 - lost and stuck > never_moved
 
@@ -102,8 +114,11 @@ def test_moving_average_converges_and_stalls_with_nearest():
 # Gradients of many magnitudes
 
 
-def smallest_decade(span, constant, block_size=0, gradient_kind="e4m3", rounding="stochastic", numel=2**13):
-    """Mean update of the smallest decade over the exact one's, after 60 steps; magnitudes mixed element by element."""
+def smallest_decade(
+    span, constant, block_size=0, gradient_kind="e4m3", rounding="stochastic", numel=2**13
+):
+    """Mean update of the smallest decade over the exact one's, after 60 steps; magnitudes mixed
+    element by element."""
     generator = torch.Generator().manual_seed(0)
     magnitude = span ** torch.rand(numel, generator=generator)
     weight, both = Slot(torch.zeros(numel)), states("O2", numel, block_size)
@@ -125,7 +140,8 @@ def test_gradients_spanning_1e_4_update_smallest_decade(constant, block_size):
 
 @pytest.mark.slow
 def test_gradients_spanning_1e_5_need_one_scale_per_tensor():
-    """Blocks of exp_avg are no better here, and at a span of 1e-6 the limit is the FP8 gradient, not the state."""
+    """Blocks of exp_avg are no better here, and at a span of 1e-6 the limit is the FP8 gradient,
+    not the state."""
     assert all(abs(smallest_decade(1e-5, constant) - 1) < 0.1 for constant in (False, True))
     for block_size in (0, 128, 32):
         assert smallest_decade(1e-6, False, block_size) < 0.6

@@ -14,7 +14,11 @@ from fp8_backends.kernels.adam_table import exact_update
 from fp8_backends.tensors.scaled_tensor import quantize
 
 EVERY_FORMAT = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=lambda fmt: fmt.name)
-FIELDS = {"weight": rounding.WEIGHT_BITS, "exp_avg": rounding.EXP_AVG_BITS, "exp_avg_sq": rounding.EXP_AVG_SQ_BITS}
+FIELDS = {
+    "weight": rounding.WEIGHT_BITS,
+    "exp_avg": rounding.EXP_AVG_BITS,
+    "exp_avg_sq": rounding.EXP_AVG_SQ_BITS,
+}
 
 
 def rounded(values, fmt, random=None, field=rounding.WEIGHT_BITS, **options):
@@ -23,16 +27,21 @@ def rounded(values, fmt, random=None, field=rounding.WEIGHT_BITS, **options):
 
 
 def spread(fmt, count, seed=0):
-    """Values of every binade of the format, its subnormals and less, both signs, and some beyond its maximum."""
+    """Values of every binade of the format, its subnormals and less, both signs, and some beyond
+    its maximum."""
     generator = torch.Generator().manual_seed(seed)
     info = torch.finfo(fmt.dtype)
-    lowest, highest = torch.tensor([info.smallest_normal / 2**12, fmt.max]).clamp(min=2.0**-125).log2() + 0.1
+    lowest, highest = (
+        torch.tensor([info.smallest_normal / 2**12, fmt.max]).clamp(min=2.0**-125).log2() + 0.1
+    )
     exponents = lowest + (highest - lowest) * torch.rand(count, generator=generator)
     return 2.0**exponents * (torch.randint(2, (count,), generator=generator) * 2 - 1)
 
 
 def random_tensor(count, seed=0):
-    return torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    return torch.randint(
+        -(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(seed)
+    ).to(torch.int32)
 
 
 # Rounding
@@ -47,7 +56,8 @@ def test_stochastic_rounding_matches_reference_bitwise(fmt, field):
     ours = rounded(values, fmt, random, field)
     assert torch.equal(ours.double(), expected)
     nearest = values.clamp(-fmt.max, fmt.max).to(fmt.dtype).float()
-    assert 0.2 < (ours != nearest).float().mean() < 0.6  # it is not rounding to nearest under another name
+    # it is not rounding to nearest under another name
+    assert 0.2 < (ours != nearest).float().mean() < 0.6
 
 
 @EVERY_FORMAT
@@ -61,7 +71,10 @@ def test_stochastic_rounding_returns_a_neighbour(fmt, value, seed):
     clamped = values.double().clamp(-fmt.max, fmt.max)
     distance = (ours.double() - clamped).abs()
     info = torch.finfo(fmt.dtype)
-    assert (distance < torch.maximum(clamped.abs() * info.eps, torch.tensor(info.smallest_normal * info.eps))).all()
+    assert (
+        distance
+        < torch.maximum(clamped.abs() * info.eps, torch.tensor(info.smallest_normal * info.eps))
+    ).all()
     exact = clamped.to(fmt.dtype).double() == clamped
     assert (distance[exact] == 0).all()
 
@@ -70,7 +83,8 @@ def test_stochastic_rounding_returns_a_neighbour(fmt, value, seed):
 @pytest.mark.parametrize("exponent", ["normal", "subnormal"])
 @pytest.mark.parametrize("name", list(FIELDS))
 def test_stochastic_rounding_is_unbiased(fmt, exponent, name):
-    """200,000 draws of each fraction: the mean is within five standard errors, and half of the field's resolution."""
+    """200,000 draws of each fraction: the mean is within five standard errors, and half of the
+    field's resolution."""
     info = torch.finfo(fmt.dtype)
     if fmt is BF16:  # its subnormals are FP32's own
         exponent = "normal"
@@ -114,7 +128,11 @@ def test_every_code_decodes_to_its_value(fmt):
 def test_positive_second_moment_never_becomes_zero(fmt):
     values = torch.tensor([0.0, 2.0**-125, torch.finfo(fmt.dtype).smallest_normal * 2.0**-12, 1.0])
     smallest = torch.finfo(fmt.dtype).smallest_normal * torch.finfo(fmt.dtype).eps
-    for random in (None, torch.zeros(4, dtype=torch.int32), torch.full((4,), -1, dtype=torch.int32)):
+    for random in (
+        None,
+        torch.zeros(4, dtype=torch.int32),
+        torch.full((4,), -1, dtype=torch.int32),
+    ):
         ours = rounded(values, fmt, random, above_zero=True)
         assert ours[0] == 0 and (ours[1:] >= smallest).all() and ours[3] == 1
 
@@ -124,7 +142,10 @@ def test_random_bits_depend_only_on_seed_step_and_index():
     ours = [rounding.random_bits(key, start, 100) for start in (0, 50)]
     assert [x % 2**32 for x in ours[0].tolist()] == reference.random_bits(100, 12345, 7)
     assert torch.equal(ours[0][50:], ours[1][:50])
-    others = [reference.random_bits(1000, seed, step) for seed, step in ((0, 1), (1, 1), (0, 2), (2**20, 1))]
+    others = [
+        reference.random_bits(1000, seed, step)
+        for seed, step in ((0, 1), (1, 1), (0, 2), (2**20, 1))
+    ]
     assert len({bits for each in others for bits in each}) > 3990  # no two streams agree
     every = torch.tensor(reference.random_bits(20_000, 1, 1))
     ones = torch.stack([(every >> bit) & 1 for bit in range(32)]).double().mean(1)
@@ -137,19 +158,32 @@ STEP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "st
 
 
 def stored_by_the_reference(values, like, rounding, field, above_zero):
-    """Values, FP64, as the slot `like` stores them after step 3 of the parameter with the seed 5: (values of the data,
-    scale_inv)."""
+    """Values, FP64, as the slot `like` stores them after step 3 of the parameter with the seed 5:
+    (values of the data, scale_inv)."""
     fmt, scale = like.format, torch.ones(())
     values = reference.to_fp32(values.sqrt()) if fmt is ROOT8 else values
     if like.scale_inv is not None:
-        blocks = torch.nn.functional.pad(values, (0, -len(values) % (like.block_size or len(values))))
-        amax = blocks.view(-1, like.block_size or len(values)).abs().amax(1).clamp(min=fmt.max * 2.0**-126)
+        blocks = torch.nn.functional.pad(
+            values, (0, -len(values) % (like.block_size or len(values)))
+        )
+        amax = (
+            blocks.view(-1, like.block_size or len(values))
+            .abs()
+            .amax(1)
+            .clamp(min=fmt.max * 2.0**-126)
+        )
         scale = 2.0 ** torch.log2(fmt.max / amax).floor()
-        values = reference.to_fp32(values * scale.repeat_interleave(like.block_size or len(values))[: len(values)])
+        values = reference.to_fp32(
+            values * scale.repeat_interleave(like.block_size or len(values))[: len(values)]
+        )
     if fmt is FP32:
         return values, None
     if rounding == "nearest":
-        data = reference.cast(values, fmt).double() if fmt in (E4M3, E5M2) else reference.nearest_round(values, fmt)
+        data = (
+            reference.cast(values, fmt).double()
+            if fmt in (E4M3, E5M2)
+            else reference.nearest_round(values, fmt)
+        )
     else:
         random, (low, bits) = torch.tensor(reference.random_bits(len(values), 5, 3)), field
         data = reference.stochastic_round(values, fmt, (random >> low) & (2**bits - 1), bits)
@@ -164,16 +198,24 @@ def stored_by_the_reference(values, like, rounding, field, above_zero):
 def test_step_matches_reference_bitwise(case, rounding, decoupled, maximize):
     parts = slots(case, 1000)
     options = {"decoupled": decoupled, "maximize": maximize}
-    new = reference.adam_step(*(value(part) for part in parts), **STEP, **options, rounded=reference.to_fp32)
+    new = reference.adam_step(
+        *(value(part) for part in parts), **STEP, **options, rounded=reference.to_fp32
+    )
     grad, before = bits([parts[1]]), bits([parts[0], *parts[2:]])
     step(parts, 3, rounding, **options)
     assert bits([parts[1]]) == grad and bits([parts[0], *parts[2:]]) != before
-    for ours, values, (name, field) in zip((parts[0], *parts[2:]), new, FIELDS.items(), strict=True):
-        data, scale_inv = stored_by_the_reference(values, ours, rounding, field, above_zero=name == "exp_avg_sq")
+    for ours, values, (name, field) in zip(
+        (parts[0], *parts[2:]), new, FIELDS.items(), strict=True
+    ):
+        data, scale_inv = stored_by_the_reference(
+            values, ours, rounding, field, above_zero=name == "exp_avg_sq"
+        )
         found = numbers(ours)
         if ours.residual is not None:
             codes, residual = reference.split(data)
-            assert torch.equal(ours.data.view(torch.uint8), codes) and torch.equal(ours.residual, residual)
+            assert torch.equal(ours.data.view(torch.uint8), codes) and torch.equal(
+                ours.residual, residual
+            )
         assert torch.equal(found, data) and torch.equal(torch.signbit(found), torch.signbit(data))
         assert scale_inv is None or torch.equal(ours.scale_inv, scale_inv)
 
@@ -184,19 +226,27 @@ def test_fp32_reference_matches_exact_one_up_to_rounding(decoupled, maximize):
     options = {"decoupled": decoupled, "maximize": maximize}
     exact = reference.adam_step(*values, **STEP, **options)
     for ours, theirs in zip(
-        reference.adam_step(*values, **STEP, **options, rounded=reference.to_fp32), exact, strict=True
+        reference.adam_step(*values, **STEP, **options, rounded=reference.to_fp32),
+        exact,
+        strict=True,
     ):
-        # half a unit in the last place, 2**-24, in each of ten operations at most, of numbers up to the largest
+        # half a unit in the last place, 2**-24, in each of ten operations at most, of numbers up to
+        # the largest
         error = (ours - theirs).abs().max()
         assert 0 < error <= 10 * 2.0**-24 * theirs.abs().max()
 
 
 def test_exact_update_matches_step_with_constant_moments():
     """Use a gradient equal to exp_avg, and its square as exp_avg_sq."""
-    weight, moment = torch.randn(100, dtype=torch.float64), torch.rand(100, dtype=torch.float64) + 0.1
+    weight, moment = (
+        torch.randn(100, dtype=torch.float64),
+        torch.rand(100, dtype=torch.float64) + 0.1,
+    )
     for decoupled in (True, False):
         options = {**STEP, "decoupled": decoupled, "weight_decay": 0.1 if decoupled else 0.0}
-        after, m, v = reference.adam_step(weight, moment, moment, moment**2, **options, maximize=False)
+        after, m, v = reference.adam_step(
+            weight, moment, moment, moment**2, **options, maximize=False
+        )
         update = exact_update(weight, m, v, **options)
         torch.testing.assert_close(update, after - weight, rtol=1e-12, atol=1e-15)
         torch.testing.assert_close(m, moment, rtol=1e-12, atol=0)
@@ -257,11 +307,15 @@ def test_huge_and_tiny_gradients_keep_states_finite():
 def test_learning_rate_and_betas_may_be_tensors():
     step_ = torch.tensor(3.0)
     numbers = adam_hyper(1e-3, (0.9, 0.999), 1e-8, 0.1, step_, "cpu")
-    tensors = adam_hyper(torch.tensor(1e-3), (torch.tensor(0.9), torch.tensor(0.999)), 1e-8, 0.1, step_, "cpu")
+    tensors = adam_hyper(
+        torch.tensor(1e-3), (torch.tensor(0.9), torch.tensor(0.999)), 1e-8, 0.1, step_, "cpu"
+    )
     assert numbers.dtype == tensors.dtype == torch.float32 and numbers.shape == tensors.shape
     # 1 - beta2 of an FP32 0.999 has a relative error of 2**-25 / 0.001
     assert torch.allclose(numbers, tensors, rtol=3e-5, atol=0)
-    meta = adam_hyper(torch.tensor(1e-3, device="meta"), (0.9, 0.999), 1e-8, 0.1, step_.to("meta"), "meta")
+    meta = adam_hyper(
+        torch.tensor(1e-3, device="meta"), (0.9, 0.999), 1e-8, 0.1, step_.to("meta"), "meta"
+    )
     assert meta.shape == numbers.shape  # a device without readable values: nothing waited for one
 
 

@@ -78,7 +78,10 @@ def plant(cache, content, digest=None):
     """Replace the library, under the name of its content or of another."""
     (library,) = libraries(cache)
     library.unlink()
-    planted = cache / f"{library.stem.rpartition('-')[0]}-{digest or hashlib.sha256(content).hexdigest()}.so"
+    planted = (
+        cache
+        / f"{library.stem.rpartition('-')[0]}-{digest or hashlib.sha256(content).hexdigest()}.so"
+    )
     planted.write_bytes(content)
     planted.chmod(0o600)
     return planted
@@ -111,7 +114,9 @@ def test_half_written_library_is_recompiled(source, cache, length):
 
 
 @pytest.mark.parametrize("named_by_its_content", [False, True])
-def test_planted_library_needs_the_name_of_its_content(source, cache, foreign, named_by_its_content):
+def test_planted_library_needs_the_name_of_its_content(
+    source, cache, foreign, named_by_its_content
+):
     """Trust this user's files: nothing else is wrong with the planted one."""
     assert answer(source) == OURS
     digest = libraries(cache)[0].stem.rpartition("-")[2]
@@ -176,7 +181,9 @@ SPOILED = {
 def test_foreign_folder_is_not_used(source, cache, spoil, reason):
     cache.mkdir(parents=True)
     spoil(cache)
-    with pytest.warns(UserWarning, match=f"for this process alone.*{reason}.*XDG_CACHE_HOME") as seen:
+    with pytest.warns(
+        UserWarning, match=f"for this process alone.*{reason}.*XDG_CACHE_HOME"
+    ) as seen:
         assert Library(source, FLAGS).loaded().answer() == OURS
     assert len(seen) == 1 and libraries(cache) == []
 
@@ -191,7 +198,9 @@ def users(monkeypatch):
         listed = [pwd.struct_passwd((name, "x", uid + 1, gid, "", "/", "")) for name in others]
         monkeypatch.setattr(pwd, "getpwuid", {uid: me}.__getitem__)
         monkeypatch.setattr(pwd, "getpwall", lambda: [me, *listed])
-        groups = {gid: grp.struct_group((group_name, "x", gid, list(members)))} if group_name else {}
+        groups = (
+            {gid: grp.struct_group((group_name, "x", gid, list(members)))} if group_name else {}
+        )
         monkeypatch.setattr(grp, "getgrgid", groups.__getitem__)
 
     return answers
@@ -199,7 +208,8 @@ def users(monkeypatch):
 
 @pytest.mark.parametrize("members", [(), ("me",)])
 def test_folder_writable_by_private_group_is_used(source, cache, users, members):
-    """Use the umask 002 of Fedora and some Debian systems, which makes all folders group-writable."""
+    """Use the umask 002 of Fedora and some Debian systems, which makes all folders
+    group-writable."""
     users(members=members)
     before = os.umask(0o002)
     try:
@@ -243,7 +253,9 @@ def test_sticky_world_writable_folder_is_used(source, cache, tmp_path, monkeypat
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o1777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "tmp" / "mine"))
-    assert answer(source) == OURS and len(libraries(tmp_path / "tmp" / "mine" / "fp8_backends")) == 1
+    assert (
+        answer(source) == OURS and len(libraries(tmp_path / "tmp" / "mine" / "fp8_backends")) == 1
+    )
 
 
 def test_a_relative_cache_folder_is_ignored(source, cache, tmp_path, monkeypatch):
@@ -255,7 +267,9 @@ def test_a_relative_cache_folder_is_ignored(source, cache, tmp_path, monkeypatch
     assert len(libraries(tmp_path / "home" / ".cache" / "fp8_backends")) == 1
 
 
-def test_without_home_each_process_compiles_and_leaves_nothing(source, cache, tmp_path, monkeypatch):
+def test_without_home_each_process_compiles_and_leaves_nothing(
+    source, cache, tmp_path, monkeypatch
+):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "relative")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -314,7 +328,8 @@ def test_hanging_compiler_is_abandoned(source, cache, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["g++ -O1", "env X=1 g++", "'{folder}/with space/g++' -O1", "{folder}/with space/g++"]
+    "command",
+    ["g++ -O1", "env X=1 g++", "'{folder}/with space/g++' -O1", "{folder}/with space/g++"],
 )
 def test_a_compiler_may_have_arguments(source, cache, tmp_path, monkeypatch, command):
     (tmp_path / "with space").mkdir()
@@ -325,7 +340,9 @@ def test_a_compiler_may_have_arguments(source, cache, tmp_path, monkeypatch, com
     assert answer(source) == OURS
 
 
-@pytest.mark.parametrize("command, said", [("'g++", "No closing quotation"), ("g++ --no-such-flag", "unrecognized")])
+@pytest.mark.parametrize(
+    "command, said", [("'g++", "No closing quotation"), ("g++ --no-such-flag", "unrecognized")]
+)
 def test_compiler_error_is_reported(source, cache, monkeypatch, command, said):
     monkeypatch.setenv("CXX", command)
     with pytest.warns(UserWarning, match=said):

@@ -1,5 +1,5 @@
-"""Codes, scales and transform of NVFP4: equal to an independent reference, to TransformerEngine's and TorchAO's
-recorded references, and to NVIDIA's casts. Stochastic rounding has no bias."""
+"""Codes, scales and transform of NVFP4: equal to an independent reference, to TransformerEngine's
+and TorchAO's recorded references, and to NVIDIA's casts. Stochastic rounding has no bias."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def recording():
 
 
 def reference(x: torch.Tensor, height: int) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize block by block in FP32 scalars, and search the nearest code. Returns codes and E4M3 scales as FP32."""
+    """Quantize block by block in FP32 scalars, and search the nearest code. Returns codes and E4M3
+    scales as FP32."""
     x, one = x.float().numpy(), np.float32(1)
     rows, columns = x.shape
     codes, scales = np.zeros((rows, columns), np.uint8), np.zeros((rows, columns // 16), np.float32)
@@ -34,9 +35,16 @@ def reference(x: torch.Tensor, height: int) -> tuple[np.ndarray, np.ndarray]:
             for c in range(0, columns, 16):
                 block = x[r : r + height, c : c + 16]
                 wanted = np.abs(block).max() * (tensor * (one / np.float32(6)))
-                scale = torch.tensor(min(wanted, np.float32(448))).to(torch.float8_e4m3fn).float().numpy()
+                scale = (
+                    torch.tensor(min(wanted, np.float32(448)))
+                    .to(torch.float8_e4m3fn)
+                    .float()
+                    .numpy()
+                )
                 factor = min(one / (scale * (one / tensor)), largest)
-                distance = np.abs(np.minimum(np.abs(block * factor), 6).astype(np.float64)[..., None] - GRID)
+                distance = np.abs(
+                    np.minimum(np.abs(block * factor), 6).astype(np.float64)[..., None] - GRID
+                )
                 # of two equally near codes the even one
                 nearest = (distance + (np.arange(8) % 2) * 1e-12).argmin(-1)
                 codes[r : r + height, c : c + 16] = nearest + 8 * np.signbit(block)
@@ -49,7 +57,9 @@ def unpacked(codes: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("height", [1, 16])
-@pytest.mark.parametrize("name", [name for name in matrices() if name not in ("inf", "nan", "denormal", "huge")])
+@pytest.mark.parametrize(
+    "name", [name for name in matrices() if name not in ("inf", "nan", "denormal", "huge")]
+)
 def test_codes_and_scales_match_a_search_of_the_nearest_code(name, height):
     x = matrices()[name]
     q = nvfp4.quantized(x, height)
@@ -76,7 +86,8 @@ def test_codes_and_scales_match_recorded_references(name, source, recording):
             codes, expected = unpacked(ours.codes), unpacked(recording[f"{theirs} codes"])
             if source == "te":  # it drops the sign of a zero
                 codes = torch.where((codes == 8) & (expected == 0), expected, codes)
-            # the transform makes NaN of two infinities; NVIDIA's casts return 7 for it, and the references 0 or 12
+            # the transform makes NaN of two infinities; NVIDIA's casts return 7 for it, and the
+            # references 0 or 12
             numbers = torch.ones_like(codes, dtype=torch.bool)
             if name == "inf" and turned and kind == "input":
                 numbers = nvfp4.transformed(x.t()).isfinite()
@@ -108,17 +119,23 @@ def test_transform_is_orthogonal_and_cancels_in_a_product():
     assert set(matrix.unique().tolist()) == {-0.25, 0.25}
     a, b = (torch.randn(12, 64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     torch.testing.assert_close(nvfp4.transformed(a) @ nvfp4.transformed(b).t(), a @ b.t())
-    assert torch.equal(nvfp4.transformed(a[:, :20]), nvfp4.transformed(torch.nn.functional.pad(a[:, :20], (0, 12))))
+    assert torch.equal(
+        nvfp4.transformed(a[:, :20]), nvfp4.transformed(torch.nn.functional.pad(a[:, :20], (0, 12)))
+    )
 
 
 def test_stochastic_rounding_reaches_both_neighbours_by_their_distance():
     count = 2**16
     for value in (0.1, 0.6, 1.2, 2.25, 3.5, 5.5, -0.3, -4.5):
-        random = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+        random = torch.randint(
+            -(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(1)
+        ).to(torch.int32)
         codes = nvfp4.cast(torch.full((count,), value), random)
         rounded = torch.tensor(GRID).float()[codes.long() & 7] * (1 - 2 * (codes >> 3 & 1).float())
         below, above = (float(bound) for bound in rounded.unique())
-        assert below <= value <= above and float(GRID[np.searchsorted(GRID, abs(value))]) == max(abs(below), abs(above))
+        assert below <= value <= above and float(GRID[np.searchsorted(GRID, abs(value))]) == max(
+            abs(below), abs(above)
+        )
         # five standard deviations of the mean
         assert abs(rounded.double().mean() - value) <= 5 * (above - below) / 2 / count**0.5
     for exact in (0.0, 0.5, 3.0, 6.0, -2.0):
@@ -134,21 +151,27 @@ def test_error_of_mean_of_gradients_falls_as_one_over_their_number():
     x = x * torch.exp2(torch.randint(-3, 4, (64, 1)))
     total, squares = torch.zeros(64, 64, dtype=torch.float64), {}
     for count in range(1, 1025):
-        values, scale = nvfp4.dequantized(nvfp4.quantize(x, GRAD_OUTPUT, columns=False).along_columns(), torch.float32)
+        values, scale = nvfp4.dequantized(
+            nvfp4.quantize(x, GRAD_OUTPUT, columns=False).along_columns(), torch.float32
+        )
         total += values * scale
         if count in (1, 4, 16, 64, 256, 1024):
             squares[count] = ((total / count - x) ** 2).mean().item()
-    for count, square in squares.items():  # of 3,840 elements: the mean square varies by a few percent
+    # of 3,840 elements: the mean square varies by a few percent
+    for count, square in squares.items():
         assert square * count == pytest.approx(squares[1], rel=0.15)
 
 
 def test_ranks_with_one_seed_round_apart():
-    """Else their rounding errors are correlated by one half, and the mean over ranks keeps half the variance."""
+    """Else their rounding errors are correlated by one half, and the mean over ranks keeps half the
+    variance."""
     errors = []
     for seed in (0, 1):
         x = torch.randn(256, 256, generator=torch.Generator().manual_seed(seed))
         torch.manual_seed(3)  # the same on each rank
-        values, scale = nvfp4.dequantized(nvfp4.quantize(x, GRAD_OUTPUT, columns=False).along_columns(), torch.float32)
+        values, scale = nvfp4.dequantized(
+            nvfp4.quantize(x, GRAD_OUTPUT, columns=False).along_columns(), torch.float32
+        )
         errors.append((values * scale - x).flatten())
     assert abs(torch.corrcoef(torch.stack(errors))[0, 1]) < 5 / 256  # five standard deviations
 

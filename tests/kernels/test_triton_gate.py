@@ -1,5 +1,5 @@
-"""Select tensors for Triton's kernels, as far as a process without Triton and a GPU can tell. The folder `triton` has
-the rest."""
+"""Select tensors for Triton's kernels, as far as a process without Triton and a GPU can tell. The
+folder `triton` has the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fp8_backends.kernels import devices, triton_gate
 
 
 class OnGPU:
-    """What the gate asks of a tensor. Each is on a device of its own: the gate remembers its answers by device."""
+    """What the gate asks of a tensor. Each is on a device of its own: the gate remembers its
+    answers by device."""
 
     is_cuda = True
     devices = itertools.count(1)
@@ -30,10 +31,12 @@ class OnGPU:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Tensors on GPUs of a capability, with Triton: `gpu((8, 0))`. `obstacle`: what the trial of kernels finds."""
+    """Tensors on GPUs of a capability, with Triton: `gpu((8, 0))`. `obstacle`: what the trial of
+    kernels finds."""
 
     def of(capability, obstacle=lambda device: None):
-        matrix = types.SimpleNamespace(obstacle=obstacle)  # a stand-in: the trial itself needs Triton, and a GPU
+        # a stand-in: the trial itself needs Triton, and a GPU
+        matrix = types.SimpleNamespace(obstacle=obstacle)
         monkeypatch.setitem(sys.modules, "fp8_backends.kernels.triton_matrix", matrix)
         monkeypatch.setattr(kernels, "triton_matrix", matrix, raising=False)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -45,7 +48,11 @@ def gpu(monkeypatch):
 
 
 def test_gpus_since_ampere_use_triton(gpu):
-    for capability, usable, has_casts in (((7, 5), False, False), ((8, 0), True, False), ((8, 9), True, True)):
+    for capability, usable, has_casts in (
+        ((7, 5), False, False),
+        ((8, 0), True, False),
+        ((8, 9), True, True),
+    ):
         tensor = gpu(capability)
         assert triton_gate.usable(tensor) == usable and devices.has_fp8_casts(tensor) == has_casts
 
@@ -86,7 +93,9 @@ def test_missing_triton_warns_once(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    "found", [RuntimeError("Failed to find C compiler"), "3 of 65536 casts to e4m3 differ", None], ids=str
+    "found",
+    [RuntimeError("Failed to find C compiler"), "3 of 65536 casts to e4m3 differ", None],
+    ids=str,
 )
 def test_gpu_failing_the_trial_uses_plain_operations_with_reason(found, gpu, caplog):
     def obstacle(device):
@@ -100,7 +109,9 @@ def test_gpu_failing_the_trial_uses_plain_operations_with_reason(found, gpu, cap
         for _ in range(2):
             assert triton_gate.usable(tensor) == (found is None)
     said = [record.message for record in caplog.records]
-    assert [str(found) in line and str(tensor.device) in line for line in said] == [True] * bool(found)
+    assert [str(found) in line and str(tensor.device) in line for line in said] == [True] * bool(
+        found
+    )
 
 
 def test_cpu_does_not_use_triton(monkeypatch):

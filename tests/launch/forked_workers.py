@@ -13,7 +13,8 @@ import sys
 import traceback
 from pathlib import Path
 
-os.environ["FP8_BACKENDS_DISABLE"] = "1"  # while this process loads the package: each worker must connect it
+# while this process loads the package: each worker must connect it
+os.environ["FP8_BACKENDS_DISABLE"] = "1"
 
 import accelerate.commands.launch  # noqa: E402
 import torch  # noqa: E402
@@ -30,7 +31,8 @@ del os.environ["FP8_BACKENDS_DISABLE"]
 
 
 def prepare(folder: Path, deepspeed: bool) -> None:
-    """Load the modules of the first training step, without a backward pass: no process may be forked after one."""
+    """Load the modules of the first training step, without a backward pass: no process may be
+    forked after one."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     accelerate.commands.launch.default_config_file = str(folder / "there is no default")
     launch.has_device = lambda: True  # as on a machine with GPUs
@@ -47,12 +49,17 @@ def prepare(folder: Path, deepspeed: bool) -> None:
 
 
 def outcome(started: Started, output: str) -> dict:
-    """Run the started command, and read the output of `trained.py`: {"ranks", "asked", "printed"}."""
+    """Run the started command, and read the output of `trained.py`: {"ranks", "asked",
+    "printed"}."""
     for file in Path(output).parent.glob(f"{Path(output).name}.*"):
         file.unlink()
     printed = run(started)
     files = sorted(Path(output).parent.glob(f"{Path(output).name}.*"))
-    return {"ranks": [json.loads(file.read_text()) for file in files], "asked": started.ranks, "printed": printed}
+    return {
+        "ranks": [json.loads(file.read_text()) for file in files],
+        "asked": started.ranks,
+        "printed": printed,
+    }
 
 
 def run(started: Started) -> str:
@@ -79,7 +86,9 @@ def _become(started: Started, rank: int) -> None:
         os.environ.update(started.environment)
         if started.agent is not None:  # it assigns the ranks
             size = str(started.ranks)
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size
+            )
         program, *words = started.command
         assert program == sys.executable, started.command
         words = words[1:] if words[0] == "-u" else words
@@ -105,6 +114,9 @@ def _become(started: Started, rank: int) -> None:
 
 
 def _ranks_as_on_gpus() -> None:
-    """Give Accelerate the state of a machine with GPUs, with gloo between the ranks: it uses FSDP only on
-    accelerators."""
-    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    """Give Accelerate the state of a machine with GPUs, with gloo between the ranks: it uses FSDP
+    only on accelerators."""
+    PartialState._prepare_backend = lambda self, *args, **kwargs: (
+        "gloo",
+        DistributedType.MULTI_GPU,
+    )

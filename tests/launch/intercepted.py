@@ -26,7 +26,8 @@ class Started(NamedTuple):
 
 
 class Intercepted:
-    """Stop launchers from starting anything: neither by `subprocess.Popen` nor by `torch.distributed.run.run`."""
+    """Stop launchers from starting anything: neither by `subprocess.Popen` nor by
+    `torch.distributed.run.run`."""
 
     def __init__(self) -> None:
         self.started: list[Started] = []
@@ -38,7 +39,9 @@ class Intercepted:
         self.undo = contextlib.ExitStack()
         for module, name in ((stock, "subprocess"), (torchrun, "run")):
             self.undo.callback(setattr, module, name, getattr(module, name))
-        stock.subprocess = types.SimpleNamespace(Popen=self._popen, CalledProcessError=subprocess.CalledProcessError)
+        stock.subprocess = types.SimpleNamespace(
+            Popen=self._popen, CalledProcessError=subprocess.CalledProcessError
+        )
         torchrun.run = self._run
         return self
 
@@ -53,8 +56,14 @@ class Intercepted:
         from torch.distributed.run import config_from_args
 
         agent, program, arguments = config_from_args(args)
-        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(args.master_port)}
-        self.started.append(Started([program, *arguments], environment, agent.nproc_per_node, agent))
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(args.master_port),
+        }
+        self.started.append(
+            Started([program, *arguments], environment, agent.nproc_per_node, agent)
+        )
 
 
 def ours(*arguments: str) -> Started:
@@ -78,9 +87,15 @@ def stocks(*arguments: str) -> Started:
 
 
 def yaml_file(folder: Path, **values) -> str:
-    """A configuration file of Accelerate, for one process on the CPU unless the values say otherwise."""
+    """A configuration file of Accelerate, for one process on the CPU unless the values say
+    otherwise."""
     file = folder / "config.yaml"
-    base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True, "num_processes": 1}
+    base = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "NO",
+        "use_cpu": True,
+        "num_processes": 1,
+    }
     file.write_text(yaml.safe_dump(base | {"num_machines": 1} | values))
     return str(file)
 

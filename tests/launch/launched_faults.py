@@ -63,15 +63,23 @@ def fault_03_backend_flags_of_stock_accelerate_work():
     for level in ("O1", "O2"):
         report = learned(stock("--cpu", "--fp8_backend", "msamp", "--fp8_opt_level", level))
         assert report["recipe"]["name"] == f"msamp:{level}"
-    assert "te:delayed cannot run here" in refused(stock("--cpu", "--fp8_backend", "te", "--fp8_margin", "1"))
+    assert "te:delayed cannot run here" in refused(
+        stock("--cpu", "--fp8_backend", "te", "--fp8_margin", "1")
+    )
 
 
 def fault_04_keys_of_the_wizard_are_read():
-    delayed = {"backend": "native:delayed", "amax_history_length": 16, "amax_compute_algorithm": "max"}
+    delayed = {
+        "backend": "native:delayed",
+        "amax_history_length": 16,
+        "amax_compute_algorithm": "max",
+    }
     for launcher, options in ((ours, ()), (stocks, ("--import",))):
         recipe = learned(by_file(launcher, delayed, *options))["recipe"]
         assert (recipe["amax_history_len"], recipe["amax_compute_algo"]) == (16, "max")
-        level = learned(by_file(launcher, {"backend": "MSAMP", "optimization_level": "O1"}, *options))["recipe"]
+        level = learned(
+            by_file(launcher, {"backend": "MSAMP", "optimization_level": "O1"}, *options)
+        )["recipe"]
         assert level["name"] == "msamp:O1"
 
 
@@ -85,9 +93,20 @@ def fault_05_documented_override_string_works():
 
 def fault_07_deepspeed_keeps_every_field():
     ranks = ("--use_deepspeed", *RANKS, free_port())
-    fields = ("--fp8_backend", "native:delayed", "--fp8_margin", "2", "--fp8_override_linear_precision", "0,0,1")
+    fields = (
+        "--fp8_backend",
+        "native:delayed",
+        "--fp8_margin",
+        "2",
+        "--fp8_override_linear_precision",
+        "0,0,1",
+    )
     report = learned(ours(*ranks, *fields, SCRIPT, OUTPUT))
-    assert report["recipe"]["margin"] == 2 and high_precision_wgrad(report) and report["kind"] == "DeepSpeedEngine"
+    assert (
+        report["recipe"]["margin"] == 2
+        and high_precision_wgrad(report)
+        and report["kind"] == "DeepSpeedEngine"
+    )
 
 
 def fault_19_other_handlers_stay_unchanged():
@@ -97,7 +116,9 @@ def fault_19_other_handlers_stay_unchanged():
 
 def fault_20_gradient_norms_are_true():
     """Against bf16: E4M3 gradients and products round each element by 2**-4 at most."""
-    true = learned(stocks("--cpu", "--mixed_precision", "bf16", SCRIPT, OUTPUT, "--import", "--clip"))["norms"][0]
+    true = learned(
+        stocks("--cpu", "--mixed_precision", "bf16", SCRIPT, OUTPUT, "--import", "--clip")
+    )["norms"][0]
     for level in ("msamp:O1", "msamp:O2", "msamp:O3"):
         norm = learned(ours("--cpu", "--fp8_backend", level, SCRIPT, OUTPUT, "--clip"))["norms"][0]
         assert abs(norm / true - 1) <= 2**-4, (level, norm, true)
@@ -109,19 +130,30 @@ def fault_21_a_gpu_without_fp8_does_not_turn_it_into_fp16():
     try:
         accelerate.state.check_cuda_fp8_capability = lambda: False
         torch.cuda.is_available = lambda: True
-        torch.cuda.device_count, torch.cuda.get_device_capability = (lambda: 1), lambda device=None: (8, 0)
+        torch.cuda.device_count, torch.cuda.get_device_capability = (
+            (lambda: 1),
+            lambda device=None: (8, 0),
+        )
         report = learned(started)
     finally:
         torch.cuda.is_available, torch.cuda.device_count, torch.cuda.get_device_capability = saved
-    assert report["precision"] == "fp8" and all(counts["fprop"] for counts in report["products"].values())
+    assert report["precision"] == "fp8" and all(
+        counts["fprop"] for counts in report["products"].values()
+    )
     assert "FP16 instead" not in report["printed"]
 
 
 def fault_22_bf16_in_code_trains_in_bf16_with_notice():
     plain = learned(stocks("--cpu", "--mixed_precision", "bf16", SCRIPT, OUTPUT, "--import"))
     for backend in ("ao", "native:rowwise", "msamp:O2"):
-        report = learned(ours("--cpu", "--fp8_backend", backend, SCRIPT, OUTPUT, "--mixed_precision", "bf16"))
-        assert report["losses"] == plain["losses"] and report["recipe"] is None and report["precision"] == "bf16"
+        report = learned(
+            ours("--cpu", "--fp8_backend", backend, SCRIPT, OUTPUT, "--mixed_precision", "bf16")
+        )
+        assert (
+            report["losses"] == plain["losses"]
+            and report["recipe"] is None
+            and report["precision"] == "bf16"
+        )
         assert report["printed"].count("FP8 is off") == 1
 
 
@@ -129,7 +161,9 @@ def fault_23_regional_compilation_compiles_running_code():
     dynamo = ("--dynamo_backend", "eager", "--dynamo_use_regional_compilation")
     report = learned(ours("--cpu", *dynamo, "--fp8_backend", "native", SCRIPT, OUTPUT, "--blocks"))
     assert report["graphs"] > 0
-    assert len(report["products"]) == 4 and all(counts["fprop"] >= 3 for counts in report["products"].values())
+    assert len(report["products"]) == 4 and all(
+        counts["fprop"] >= 3 for counts in report["products"].values()
+    )
 
 
 def fault_25_filters_filter():
@@ -140,10 +174,20 @@ def fault_25_filters_filter():
 
 
 def fault_26_msamp_and_torchao_train_under_fsdp_with_default_loading():
-    fsdp = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "NO_WRAP", *RANKS, free_port())
+    fsdp = (
+        "--use_fsdp",
+        "--fsdp_version",
+        "2",
+        "--fsdp_auto_wrap_policy",
+        "NO_WRAP",
+        *RANKS,
+        free_port(),
+    )
     for backend in ("msamp:O2", "ao"):
         report = learned(ours(*fsdp, "--fp8_backend", backend, SCRIPT, OUTPUT))
-        assert report["kind"] == "FSDPSequential" and all(c["fprop"] for c in report["products"].values())
+        assert report["kind"] == "FSDPSequential" and all(
+            c["fprop"] for c in report["products"].values()
+        )
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Launch each kind of backend on every route, and every backend string on one of them, for `test_routes.py`.
+"""Launch each kind of backend on every route, and every backend string on one of them, for
+`test_routes.py`.
 
     python routes.py FOLDER [ROUTE …]
 
@@ -21,9 +22,23 @@ from torch.distributed import run as torchrun
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "trained.py")
 
-COMPUTES = ("native:dynamic", "native:delayed", "native:rowwise", "native:blockwise", "native:mxfp8", "native:window")
+COMPUTES = (
+    "native:dynamic",
+    "native:delayed",
+    "native:rowwise",
+    "native:blockwise",
+    "native:mxfp8",
+    "native:window",
+)
 COMPUTES += ("ao:tensorwise", "ao:rowwise", "ao:rowwise_with_gw_hp")
-LEVELS = ("msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4", "native:dynamic+msamp:O2", "native:delayed+msamp:O3")
+LEVELS = (
+    "msamp:O1",
+    "msamp:O2",
+    "msamp:O3",
+    "msamp:O4",
+    "native:dynamic+msamp:O2",
+    "native:delayed+msamp:O3",
+)
 ABSENT = ("te:delayed", "te+msamp:O3")
 """Valid names of uninstalled backends."""
 MORE_ABSENT = ("te:dynamic", "te:blockwise", "te:mxfp8", "te+msamp:O1", "te:dynamic+msamp:O2")
@@ -60,13 +75,23 @@ def launch_deepspeed(backend: str, output: str, folder: Path) -> Started:
 
 def deepspeed_file(folder: Path) -> str:
     file = folder / "deepspeed.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 16}))
+    file.write_text(
+        json.dumps({"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 16})
+    )
     return str(file)
 
 
 def launch_deepspeed_file(backend: str, output: str, folder: Path) -> Started:
     ranks = ("--use_deepspeed", "--num_processes", "2", "--main_process_port", free_port())
-    return ours(*ranks, "--deepspeed_config_file", deepspeed_file(folder), "--fp8_backend", backend, SCRIPT, output)
+    return ours(
+        *ranks,
+        "--deepspeed_config_file",
+        deepspeed_file(folder),
+        "--fp8_backend",
+        backend,
+        SCRIPT,
+        output,
+    )
 
 
 def accelerate_launch_deepspeed(backend: str, output: str, folder: Path) -> Started:
@@ -74,12 +99,28 @@ def accelerate_launch_deepspeed(backend: str, output: str, folder: Path) -> Star
     engine["deepspeed_config"] = {"deepspeed_config_file": deepspeed_file(folder)}
     file = yaml_file(folder, fp8_config={"backend": backend}, **engine)
     precision = ("--mixed_precision", "fp8")  # refused beside that file if the YAML says it
-    return stocks("--config_file", file, *precision, "--main_process_port", free_port(), SCRIPT, output, "--import")
+    return stocks(
+        "--config_file",
+        file,
+        *precision,
+        "--main_process_port",
+        free_port(),
+        SCRIPT,
+        output,
+        "--import",
+    )
 
 
 def launch_fsdp2(backend: str, output: str, folder: Path) -> Started:
     ranks = ("--use_fsdp", "--num_processes", "2", "--main_process_port", free_port())
-    fsdp = ("--fsdp_version", "2", "--fsdp_auto_wrap_policy", "NO_WRAP", "--fsdp_cpu_ram_efficient_loading", "false")
+    fsdp = (
+        "--fsdp_version",
+        "2",
+        "--fsdp_auto_wrap_policy",
+        "NO_WRAP",
+        "--fsdp_cpu_ram_efficient_loading",
+        "false",
+    )
     return ours(*ranks, *fsdp, "--fp8_backend", backend, SCRIPT, output)
 
 
@@ -96,7 +137,11 @@ def accelerate_launch_ranks(backend: str, output: str, folder: Path) -> Started:
 
 
 def by_hand(backend: str) -> dict[str, str]:
-    return {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": backend}
+    return {
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_MIXED_PRECISION": "fp8",
+        "ACCELERATE_FP8_BACKEND": backend,
+    }
 
 
 def plain_python(backend: str, output: str, folder: Path) -> Started:
@@ -104,7 +149,9 @@ def plain_python(backend: str, output: str, folder: Path) -> Started:
 
 
 def notebook(backend: str, output: str, folder: Path) -> Started:
-    return Started([sys.executable, str(HERE / "notebook.py"), output], {**os.environ, **by_hand(backend)})
+    return Started(
+        [sys.executable, str(HERE / "notebook.py"), output], {**os.environ, **by_hand(backend)}
+    )
 
 
 def torchrun_worker(backend: str, output: str, folder: Path) -> Started:
@@ -140,12 +187,16 @@ def backends_of(route: str) -> tuple[str, ...]:
 
 def main(folder: str, *routes: str) -> None:
     os.chdir(HERE)
-    forked_workers.prepare(Path(folder), deepspeed=any("deepspeed" in route.lower() for route in routes))
+    forked_workers.prepare(
+        Path(folder), deepspeed=any("deepspeed" in route.lower() for route in routes)
+    )
     output = str(Path(folder) / "output")
     for route in routes or ROUTES:
         for backend in backends_of(route):
             try:
-                result = forked_workers.outcome(ROUTES[route](backend, output, Path(folder)), output)
+                result = forked_workers.outcome(
+                    ROUTES[route](backend, output, Path(folder)), output
+                )
             except BaseException:
                 result = {"ranks": [], "asked": 0, "printed": traceback.format_exc()}
             print(json.dumps({"route": route, "backend": backend, **result}), flush=True)

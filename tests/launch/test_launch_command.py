@@ -18,13 +18,18 @@ from fp8_backends.rules.preconditions import check_machine
 from fp8_backends.tools.main import main
 
 WORKER = "fp8_backends.accelerate_plugin.worker"
-TE_QUESTIONS = {"backend": "TE", "margin": 0, "amax_history_length": 1024, "amax_compute_algorithm": "max"}
+TE_QUESTIONS = {
+    "backend": "TE",
+    "margin": 0,
+    "amax_history_length": 1024,
+    "amax_compute_algorithm": "max",
+}
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
-    """Fake a machine without FP8 libraries or a default configuration file, with a GPU for every backend; create a
-    script in this folder."""
+    """Fake a machine without FP8 libraries or a default configuration file, with a GPU for every
+    backend; create a script in this folder."""
     import accelerate.commands.config.config_args
     import accelerate.commands.launch as stock
 
@@ -63,7 +68,11 @@ OVERRIDDEN = {"override_linear_precision": (False, False, True)}
         ("--fp8_backend te", "te:delayed", {}),
         ("--fp8_backend=AO --fp8_pad_inner_dim false", "ao:tensorwise", {"pad_inner_dim": False}),
         ("--fp8_backend msamp --fp8_opt_level O1", "msamp:O1", {}),
-        ("--fp8-backend te+msamp:O3 --fp8-shard-states no", "te:delayed+msamp:O3", {"shard_states": False}),
+        (
+            "--fp8-backend te+msamp:O3 --fp8-shard-states no",
+            "te:delayed+msamp:O3",
+            {"shard_states": False},
+        ),
         ("--fp8_backend native --fp8_scaling rowwise --mixed_precision fp8", "native:rowwise", {}),
         (
             "--fp8_backend native:delayed --fp8_margin 2 --fp8_interval 3",
@@ -72,18 +81,34 @@ OVERRIDDEN = {"override_linear_precision": (False, False, True)}
         ),
         ("--fp8_backend te --fp8_format e4m3", "te:delayed", {"fp8_format": "E4M3"}),
         ("--fp8_backend te --fp8_amax_history_len 16", "te:delayed", {"amax_history_len": 16}),
-        ("--fp8_backend te --fp8_amax_compute_algo max", "te:delayed", {"amax_compute_algo": "max"}),
+        (
+            "--fp8_backend te --fp8_amax_compute_algo max",
+            "te:delayed",
+            {"amax_compute_algo": "max"},
+        ),
         ("--fp8_use_autocast_during_eval", "native:dynamic", {"use_autocast_during_eval": True}),
         ("--fp8_override_linear_precision false,false,true", "native:dynamic", OVERRIDDEN),
-        ("--fp8_include a.*,b --fp8_exclude c", "native:dynamic", {"include": ("a.*", "b"), "exclude": ("c",)}),
+        (
+            "--fp8_include a.*,b --fp8_exclude c",
+            "native:dynamic",
+            {"include": ("a.*", "b"), "exclude": ("c",)},
+        ),
         ("--fp8_include +lm_head", "native:dynamic", {"include": ("+lm_head",)}),
         ("--fp8_autocast_dtype fp16", "native:dynamic", {"autocast_dtype": "fp16"}),
         ("--fp8_on_unproven warn", "native:dynamic", {"on_unproven": "warn"}),
         ("--fp8_backend msamp --fp8_rounding nearest", "msamp:O2", {"rounding": "nearest"}),
-        ("--fp8_backend msamp --fp8_implementation original", "msamp:O2", {"implementation": "original"}),
+        (
+            "--fp8_backend msamp --fp8_implementation original",
+            "msamp:O2",
+            {"implementation": "original"},
+        ),
         ("--fp8_backend te --fp8_use_mxfp8_block_scaling true", "te:mxfp8", {}),
         ("--fp8_use_mxfp8_block_scaling false", "native:dynamic", {}),
-        ("--fp8_gradient_comm plain --fp8_backend msamp:O1", "msamp:O1", {"gradient_comm": "plain"}),
+        (
+            "--fp8_gradient_comm plain --fp8_backend msamp:O1",
+            "msamp:O1",
+            {"gradient_comm": "plain"},
+        ),
         ("--fp8_backend te --fp8_params true", "te:delayed", {"fp8_params": True}),
         ("--mixed_precision Native:Rowwise", "native:rowwise", {}),
         ("--mixed_precision native:delayed --fp8_margin 1", "native:delayed", {"margin": 1}),
@@ -97,7 +122,17 @@ def test_flags_reach_the_worker(flags, name, fields):
 
 def test_script_keeps_its_arguments():
     started = ours(
-        "--cpu", "--fp8_backend", "ao", "train.py", "--fp8_backend", "x", "-m", "--cpu", "--fp8_nonsense", "--", "a b"
+        "--cpu",
+        "--fp8_backend",
+        "ao",
+        "train.py",
+        "--fp8_backend",
+        "x",
+        "-m",
+        "--cpu",
+        "--fp8_nonsense",
+        "--",
+        "a b",
     )
     own = ["train.py", "--fp8_backend", "x", "-m", "--cpu", "--fp8_nonsense", "--", "a b"]
     assert started.command == [sys.executable, "-m", WORKER, *own]
@@ -118,7 +153,13 @@ def test_modules_run_as_modules():
 def test_main_command_passes_launch_arguments_unchanged(monkeypatch):
     seen = []
     monkeypatch.setattr(launch, "run", lambda arguments: seen.append(arguments) or 0)
-    for arguments in (["--cpu", "--", "x"], ["--version"], ["-h"], ["train.py", "--", "-m", "launch"], []):
+    for arguments in (
+        ["--cpu", "--", "x"],
+        ["--version"],
+        ["-h"],
+        ["train.py", "--", "-m", "launch"],
+        [],
+    ):
         assert main(["launch", *arguments]) == 0
         assert seen[-1] == arguments
 
@@ -145,7 +186,14 @@ def test_help_shows_accelerates_flags_and_ours(capsys, monkeypatch):
 
 def test_ranks_on_the_cpu_are_started():
     started = ours(
-        "--cpu", "--num_processes", "3", "--main_process_port", "15123", "--fp8_backend", "msamp", "train.py"
+        "--cpu",
+        "--num_processes",
+        "3",
+        "--main_process_port",
+        "15123",
+        "--fp8_backend",
+        "msamp",
+        "train.py",
     )
     assert started.ranks == 3 and started.agent.rdzv_endpoint.endswith(":15123")
     assert started.environment["ACCELERATE_USE_CPU"] == "true"
@@ -153,7 +201,9 @@ def test_ranks_on_the_cpu_are_started():
 
 
 def test_configuration_file_starts_ranks_on_the_cpu(tmp_path):
-    file = yaml_file(tmp_path, distributed_type="MULTI_CPU", num_processes=2, fp8_config={"backend": "ao"})
+    file = yaml_file(
+        tmp_path, distributed_type="MULTI_CPU", num_processes=2, fp8_config={"backend": "ao"}
+    )
     started = ours("--config_file", file, "train.py")
     assert started.ranks == 2 and recipe_of(started).name == "ao:tensorwise"
 
@@ -180,18 +230,28 @@ def test_mpirun_handles_the_hostfile(monkeypatch):
 
 
 def test_several_machines_and_ports_are_passed_on():
-    machines = "--multi_gpu --num_machines 2 --machine_rank 1 --num_processes 8 --main_process_ip 10.0.0.1"
+    machines = (
+        "--multi_gpu --num_machines 2 --machine_rank 1 --num_processes 8 --main_process_ip 10.0.0.1"
+    )
     machines += " --main_process_port 15200"
     started = ours(*machines.split(), "--same_network", "--max_restarts", "2", "train.py")
     agent = started.agent
-    assert (agent.min_nodes, agent.nproc_per_node, agent.max_restarts, agent.rdzv_configs["rank"]) == (2, 4, 2, 1)
+    assert (
+        agent.min_nodes,
+        agent.nproc_per_node,
+        agent.max_restarts,
+        agent.rdzv_configs["rank"],
+    ) == (2, 4, 2, 1)
     assert agent.rdzv_endpoint == "10.0.0.1:15200"
 
 
 def test_fsdp_is_passed_on():
     flags = "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --num_processes 2"
     started = ours(*flags.split(), "--fp8_backend", "te+msamp:O3", "train.py")
-    assert started.environment["ACCELERATE_USE_FSDP"] == "true" and started.environment["FSDP_VERSION"] == "2"
+    assert (
+        started.environment["ACCELERATE_USE_FSDP"] == "true"
+        and started.environment["FSDP_VERSION"] == "2"
+    )
     assert started.ranks == 2 and recipe_of(started).name == "te:delayed+msamp:O3"
 
 
@@ -204,20 +264,32 @@ def test_recommended_fsdp2_settings_apply_only_under_fsdp2(tmp_path):
         is None
     )
     file = yaml_file(
-        tmp_path, distributed_type="FSDP", use_cpu=False, fsdp_config={"fsdp_version": 2}, fp8_config=block
+        tmp_path,
+        distributed_type="FSDP",
+        use_cpu=False,
+        fsdp_config={"fsdp_version": 2},
+        fp8_config=block,
     )
     assert recipe_of(ours("--config_file", file, "train.py")).enable_fsdp_float8_all_gather is True
 
 
 def test_multi_node_deepspeed_carries_recipe_through_a_shell(tmp_path):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
-    flags = "--use_deepspeed --num_machines 2 --num_processes 2 --machine_rank 0 --main_process_ip a"
+    flags = (
+        "--use_deepspeed --num_machines 2 --num_processes 2 --machine_rank 0 --main_process_ip a"
+    )
     flags += " --deepspeed_hostfile hosts --fp8_include *.mlp.*"
     started = ours(*flags.split(), "--fp8_backend", "native:delayed", "train.py")
-    assert started.command[0] == "deepspeed" and started.command[-3:] == ["--module", WORKER, "train.py"]
+    assert started.command[0] == "deepspeed" and started.command[-3:] == [
+        "--module",
+        WORKER,
+        "train.py",
+    ]
     assert not set(started.environment["FP8_BACKENDS_RECIPE"]) & set(" \"'{}*,;<>$\n")
     assert recipe_of(started).include == ("*.mlp.*",)
-    written = [line for line in (tmp_path / ".deepspeed_env").read_text().splitlines() if "RECIPE" in line]
+    written = [
+        line for line in (tmp_path / ".deepspeed_env").read_text().splitlines() if "RECIPE" in line
+    ]
     assert written == [f"FP8_BACKENDS_RECIPE={started.environment['FP8_BACKENDS_RECIPE']}"]
 
 
@@ -233,10 +305,21 @@ def test_launch_restores_environment_and_accelerate(monkeypatch):
 @pytest.mark.parametrize(("launcher", "quoted"), [("pdsh", True), ("standard", False)])
 def test_multi_node_configuration_file_carries_recipe(launcher, quoted, tmp_path):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
-    several = {"num_machines": 2, "num_processes": 2, "machine_rank": 0, "main_process_ip": "a", "use_cpu": False}
+    several = {
+        "num_machines": 2,
+        "num_processes": 2,
+        "machine_rank": 0,
+        "main_process_ip": "a",
+        "use_cpu": False,
+    }
     several |= {"main_process_port": 15200, "distributed_type": "DEEPSPEED"}
-    options = {"deepspeed_multinode_launcher": launcher, "deepspeed_hostfile": str(tmp_path / "hosts")}
-    started = ours("--config_file", yaml_file(tmp_path, **several, deepspeed_config=options), "train.py")
+    options = {
+        "deepspeed_multinode_launcher": launcher,
+        "deepspeed_hostfile": str(tmp_path / "hosts"),
+    }
+    started = ours(
+        "--config_file", yaml_file(tmp_path, **several, deepspeed_config=options), "train.py"
+    )
     assert started.environment["FP8_BACKENDS_RECIPE"].startswith("%7B") is quoted
     assert recipe_of(started).name == "native:dynamic"
 
@@ -251,11 +334,25 @@ def test_worker_without_launch_has_no_recipe(monkeypatch):
 
 
 def test_flags_override_file_overrides_environment(monkeypatch, tmp_path):
-    for name, value in {"BACKEND": "ao", "MARGIN": "9", "INTERVAL": "9", "AMAX_HISTORY_LEN": "9"}.items():
+    for name, value in {
+        "BACKEND": "ao",
+        "MARGIN": "9",
+        "INTERVAL": "9",
+        "AMAX_HISTORY_LEN": "9",
+    }.items():
         monkeypatch.setenv(f"ACCELERATE_FP8_{name}", value)
     block = {"backend": "native:delayed", "margin": 2, "interval": 2}
-    recipe = recipe_of(ours("--config_file", yaml_file(tmp_path, fp8_config=block), "--fp8_margin", "0", "train.py"))
-    assert (recipe.name, recipe.margin, recipe.interval, recipe.amax_history_len) == ("native:delayed", 0, 2, 9)
+    recipe = recipe_of(
+        ours(
+            "--config_file", yaml_file(tmp_path, fp8_config=block), "--fp8_margin", "0", "train.py"
+        )
+    )
+    assert (recipe.name, recipe.margin, recipe.interval, recipe.amax_history_len) == (
+        "native:delayed",
+        0,
+        2,
+        9,
+    )
 
 
 def test_environment_applies_without_flags_and_file(monkeypatch):
@@ -271,7 +368,9 @@ def test_nested_launch_keeps_the_recipe(monkeypatch):
 
 def test_default_file_applies_except_for_the_cpu(tmp_path):
     block = TE_QUESTIONS | {"override_linear_precision": "(false, false, false)"}
-    (tmp_path / "default_config.yaml").write_text(open(yaml_file(tmp_path, fp8_config=block)).read())
+    (tmp_path / "default_config.yaml").write_text(
+        open(yaml_file(tmp_path, fp8_config=block)).read()
+    )
     recipe = recipe_of(ours("train.py"))
     assert (recipe.name, recipe.amax_compute_algo) == ("te:delayed", "max")
     assert recipe_of(ours("--cpu", "train.py")).name == "native:dynamic"
@@ -291,7 +390,13 @@ def test_other_precision_in_file_is_overridden_with_warning(precision, tmp_path,
     assert f"mixed_precision: {precision} in {tmp_path}/config.yaml has no effect" in caplog.text
     caplog.clear()
     recipe_of(
-        ours("--config_file", yaml_file(tmp_path, mixed_precision=precision), "--mixed_precision", "fp8", "train.py")
+        ours(
+            "--config_file",
+            yaml_file(tmp_path, mixed_precision=precision),
+            "--mixed_precision",
+            "fp8",
+            "train.py",
+        )
     )
     assert "no effect" not in caplog.text
 
@@ -301,7 +406,10 @@ def test_mixed_precision_in_file_may_name_the_backend(tmp_path):
     recipe = recipe_of(ours("--config_file", file, "train.py"))
     assert (recipe.name, recipe.margin) == ("native:delayed", 1)
     file = yaml_file(tmp_path, mixed_precision="native:delayed")
-    assert recipe_of(ours("--config_file", file, "--mixed_precision", "ao", "train.py")).name == "ao:tensorwise"
+    assert (
+        recipe_of(ours("--config_file", file, "--mixed_precision", "ao", "train.py")).name
+        == "ao:tensorwise"
+    )
 
 
 # Refusals, in one line, with exit code 2, before any process starts
@@ -310,22 +418,43 @@ def test_mixed_precision_in_file_may_name_the_backend(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--fp8_backend natve train.py", "--fp8_backend natve: unknown backend 'natve' (did you mean 'native'?)"),
+        (
+            "--fp8_backend natve train.py",
+            "--fp8_backend natve: unknown backend 'natve' (did you mean 'native'?)",
+        ),
         ("--fp8_bakend te train.py", "--fp8_bakend is not known (did you mean '--fp8_backend'?)"),
-        ("--fp8-scalling=rowwise train.py", "--fp8-scalling is not known (did you mean '--fp8_scaling'?)"),
+        (
+            "--fp8-scalling=rowwise train.py",
+            "--fp8-scalling is not known (did you mean '--fp8_scaling'?)",
+        ),
         ("--fp8_amax_history_length 3 train.py", "did you mean '--fp8_amax_history_len'?"),
-        ("--num_process 2 train.py", "unknown flag --num_process (did you mean '--num_processes'?)"),
+        (
+            "--num_process 2 train.py",
+            "unknown flag --num_process (did you mean '--num_processes'?)",
+        ),
         ("--fp8_config x train.py", "--fp8_config: config takes a Python object"),
         ("--fp8_module_filter_func f train.py", "FP8RecipeKwargs(module_filter_func=...)"),
-        ("--fp8_margin x --fp8_backend te train.py", "--fp8_margin x: margin='x': margin must be a whole number"),
-        ("--fp8_margin 2 --fp8_backend native train.py", "--fp8_margin 2: margin is not read by native:dynamic"),
+        (
+            "--fp8_margin x --fp8_backend te train.py",
+            "--fp8_margin x: margin='x': margin must be a whole number",
+        ),
+        (
+            "--fp8_margin 2 --fp8_backend native train.py",
+            "--fp8_margin 2: margin is not read by native:dynamic",
+        ),
         ("--fp8_format E5M2 train.py", "no GPU"),
-        ("--fp8_backend te:delayed --fp8_scaling dynamic train.py", "says delayed and scaling says dynamic"),
+        (
+            "--fp8_backend te:delayed --fp8_scaling dynamic train.py",
+            "says delayed and scaling says dynamic",
+        ),
         ("--fp8_backend ao --fp8_opt_level O2 train.py", "ao goes with O0 only"),
         ("--fp8_params train.py", "training_script"),
         ("--mixed_precision bf16 train.py", "--mixed_precision bf16: this command trains in FP8"),
         ("--mixed_precision fp4 train.py", "--mixed_precision fp4: this command trains in FP8"),
-        ("--mixed_precision nativ:dynamic train.py", "unknown backend 'nativ:dynamic' (did you mean 'native'?)"),
+        (
+            "--mixed_precision nativ:dynamic train.py",
+            "unknown backend 'nativ:dynamic' (did you mean 'native'?)",
+        ),
         (
             "--mixed_precision ao --fp8_backend native train.py",
             "--mixed_precision ao: this command trains in FP8; leave the flag out",
@@ -351,8 +480,14 @@ def test_impossible_launch_is_refused_in_one_line(arguments, said, capsys):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"fp8_config": {"bakend": "te"}}, "config.yaml: fp8_config.bakend is not known (did you mean 'backend'?)"),
-        ({"fp8_config": {"backend": "ao", "margin": 3}}, "config.yaml: fp8_config.margin=3: margin is not read by ao"),
+        (
+            {"fp8_config": {"bakend": "te"}},
+            "config.yaml: fp8_config.bakend is not known (did you mean 'backend'?)",
+        ),
+        (
+            {"fp8_config": {"backend": "ao", "margin": 3}},
+            "config.yaml: fp8_config.margin=3: margin is not read by ao",
+        ),
         ({"fp9_config": {}}, "fp9_config"),
         ({"distributed_type": "XLA"}, "TPU"),
         ({"distributed_type": "MEGATRON_LM"}, "Megatron-LM brings its own FP8"),
@@ -370,12 +505,19 @@ def test_impossible_file_setting_is_refused_in_one_line(values, said, tmp_path, 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--fp8_backend te", "te:delayed cannot run here: TransformerEngine is not installed. Fix: pip install"),
         (
-            "--multi_gpu --num_machines 2 --machine_rank 1 --num_processes 8 --fp8_backend te+msamp:O3",
+            "--fp8_backend te",
+            "te:delayed cannot run here: TransformerEngine is not installed. Fix: pip install",
+        ),
+        (
+            "--multi_gpu --num_machines 2 --machine_rank 1 --num_processes 8 --fp8_backend "
+            "te+msamp:O3",
             "te:delayed+msamp:O3 cannot run here",
         ),
-        ("--cpu --fp8_backend msamp --fp8_implementation original", "the package msamp is not installed"),
+        (
+            "--cpu --fp8_backend msamp --fp8_implementation original",
+            "the package msamp is not installed",
+        ),
     ],
 )
 def test_recipe_unsupported_on_worker_machine_is_refused(flags, said, monkeypatch, capsys):
@@ -390,12 +532,14 @@ def test_recipe_unsupported_on_worker_machine_is_refused(flags, said, monkeypatc
     "flags",
     [
         "--gpu_ids 1",
-        "--use_deepspeed --deepspeed_hostfile h --num_machines 2 --machine_rank 0 --num_processes 2 "
-        "--main_process_ip a",
+        "--use_deepspeed --deepspeed_hostfile h --num_machines 2 --machine_rank 0 --num_processes "
+        "2 --main_process_ip a",
         "--cpu --num_processes 2 --mpirun_hostfile h",
     ],
 )
-def test_recipe_unsupported_here_warns_if_workers_are_elsewhere(flags, monkeypatch, tmp_path, caplog):
+def test_recipe_unsupported_here_warns_if_workers_are_elsewhere(
+    flags, monkeypatch, tmp_path, caplog
+):
     monkeypatch.setattr(launch, "check_machine", check_machine)
     arguments = ("mpirun", "--hostfile", "-n", "--npernode", "--bind-to")
     monkeypatch.setattr("accelerate.utils.launch._get_mpirun_args", lambda: arguments)
@@ -405,7 +549,12 @@ def test_recipe_unsupported_here_warns_if_workers_are_elsewhere(flags, monkeypat
 
 
 def test_sagemaker_is_refused_by_name(tmp_path):
-    job = {"compute_environment": "AMAZON_SAGEMAKER", "ec2_instance_type": "x", "iam_role_name": "y", "use_cpu": False}
+    job = {
+        "compute_environment": "AMAZON_SAGEMAKER",
+        "ec2_instance_type": "x",
+        "iam_role_name": "y",
+        "use_cpu": False,
+    }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job | {"distributed_type": "DATA_PARALLEL"}))
     with pytest.raises(FP8BackendError, match="SageMaker.*import fp8_backends"):
         ours("--config_file", "job.yaml", "train.py")
@@ -427,7 +576,9 @@ def test_disabled_package_is_refused(monkeypatch):
 @pytest.mark.parametrize("flag", ["--multi_gpu", "--use_fsdp"])
 def test_unconnected_ranks_are_refused(flag, monkeypatch):
     monkeypatch.setattr(launch, "has_device", lambda: False)
-    with pytest.raises(FP8BackendError, match=f"{flag}: this machine has no GPU.*--cpu --num_processes"):
+    with pytest.raises(
+        FP8BackendError, match=f"{flag}: this machine has no GPU.*--cpu --num_processes"
+    ):
         ours(flag, "--num_processes", "2", "train.py")
 
 

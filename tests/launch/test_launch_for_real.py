@@ -1,4 +1,5 @@
-"""Start real processes by launchers: one run per kind, and scripts that inspect their surroundings."""
+"""Start real processes by launchers: one run per kind, and scripts that inspect their
+surroundings."""
 
 from __future__ import annotations
 
@@ -24,8 +25,14 @@ ONE = ("--num_processes", "1", "--main_process_port", "0")
 TWO = ("--num_processes", "2", "--main_process_port", "0")
 
 
-def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FP8_"))}
+def run(
+    *arguments: str, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ACCELERATE_", "FP8_"))
+    }
     clean |= {
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
@@ -59,7 +66,9 @@ def test_each_launcher_starts_processes_that_train_in_fp8(launcher, ranks, envir
     output = tmp_path / "output"
     flags = ("--mixed_precision", "fp8", "--num_machines", "1", "--dynamo_backend", "no")
     imports = ("--import",) if launcher[:2] == STOCK else ()
-    done = run(*launcher, *flags, "--fp8_backend", "ao", SCRIPT, str(output), *imports, **environment)
+    done = run(
+        *launcher, *flags, "--fp8_backend", "ao", SCRIPT, str(output), *imports, **environment
+    )
     assert done.returncode == 0, done.stderr
     found = written(output)
     assert [(rank["rank"], rank["ranks"]) for rank in found] == [(i, ranks) for i in range(ranks)]
@@ -70,9 +79,27 @@ def test_each_launcher_starts_processes_that_train_in_fp8(launcher, ranks, envir
 
 @pytest.mark.slow
 def test_torchrun_starts_the_worker_directly(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port())
-    said = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_USE_CPU": "true", "ACCELERATE_FP8_BACKEND": "msamp:O3"}
-    done = run(*torchrun, "-m", "fp8_backends.accelerate_plugin.worker", SCRIPT, str(tmp_path / "output"), **said)
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        free_port(),
+    )
+    said = {
+        "ACCELERATE_MIXED_PRECISION": "fp8",
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_FP8_BACKEND": "msamp:O3",
+    }
+    done = run(
+        *torchrun,
+        "-m",
+        "fp8_backends.accelerate_plugin.worker",
+        SCRIPT,
+        str(tmp_path / "output"),
+        **said,
+    )
     assert done.returncode == 0, done.stderr
     assert [rank["recipe"]["name"] for rank in written(tmp_path / "output")] == ["msamp:O3"] * 2
 
@@ -82,10 +109,24 @@ def test_a_cold_interpreter_needs_none_of_accelerates_libraries(tmp_path):
     """Run the real command in a real Python without FP8 libraries for Accelerate."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torchao'] = None\n")
     gate = "import torch  # noqa: E402"
-    text = Path(SCRIPT).read_text().replace(gate, f"{gate}\nfrom accelerate.utils import is_fp8_available")
-    (tmp_path / "train.py").write_text(text.replace("STEPS = 3", "assert not is_fp8_available()\nSTEPS = 3"))
+    text = (
+        Path(SCRIPT)
+        .read_text()
+        .replace(gate, f"{gate}\nfrom accelerate.utils import is_fp8_available")
+    )
+    (tmp_path / "train.py").write_text(
+        text.replace("STEPS = 3", "assert not is_fp8_available()\nSTEPS = 3")
+    )
     paths = f"{tmp_path}{os.pathsep}{REPOSITORY}"
-    command = [sys.executable, *OURS, "--cpu", "--fp8_backend", "native:rowwise", "train.py", "output"]
+    command = [
+        sys.executable,
+        *OURS,
+        "--cpu",
+        "--fp8_backend",
+        "native:rowwise",
+        "train.py",
+        "output",
+    ]
     done = subprocess.run(
         command,
         env={**os.environ, "PYTHONPATH": paths, "HF_HOME": "/nowhere"},
@@ -143,29 +184,45 @@ def worker(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_script_runs_as_under_python(folder):
     """Compare all output and the exit code with a run without us."""
     script = os.path.join("scripts", "curious.py")
-    plain = subprocess.run([sys.executable, script, "5", "--x"], cwd=folder, capture_output=True, text=True)
+    plain = subprocess.run(
+        [sys.executable, script, "5", "--x"], cwd=folder, capture_output=True, text=True
+    )
     command = [sys.executable, "-m", "fp8_backends.accelerate_plugin.worker", script, "5", "--x"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     ours = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert (ours.stdout, ours.returncode) == (plain.stdout, plain.returncode)
-    assert "spawned [(42, '__mp_main__')]" in plain.stdout and "at exit True" in plain.stdout and plain.returncode == 5
+    assert (
+        "spawned [(42, '__mp_main__')]" in plain.stdout
+        and "at exit True" in plain.stdout
+        and plain.returncode == 5
+    )
 
 
 def test_module_runs_as_under_python(folder):
     (folder / "scripts" / "__init__.py").write_text("")
-    (folder / "scripts" / "curious.py").write_text(CURIOUS.replace("import neighbour", "from . import neighbour"))
     (folder / "scripts" / "curious.py").write_text(
-        (folder / "scripts" / "curious.py").read_text().replace('__package__ in (None, "")', "__package__")
+        CURIOUS.replace("import neighbour", "from . import neighbour")
     )
-    plain = subprocess.run([sys.executable, "-m", "scripts.curious", "0"], cwd=folder, capture_output=True, text=True)
+    (folder / "scripts" / "curious.py").write_text(
+        (folder / "scripts" / "curious.py")
+        .read_text()
+        .replace('__package__ in (None, "")', "__package__")
+    )
+    plain = subprocess.run(
+        [sys.executable, "-m", "scripts.curious", "0"], cwd=folder, capture_output=True, text=True
+    )
     ours = worker("-m", "scripts.curious", "0", cwd=folder)
     lines = [line for line in plain.stdout.splitlines() if not line.startswith("at exit")]
-    assert [line for line in ours.stdout.splitlines() if not line.startswith("at exit")] == lines, ours.stderr
+    assert [line for line in ours.stdout.splitlines() if not line.startswith("at exit")] == lines, (
+        ours.stderr
+    )
     assert ours.returncode == 0 and "spawned [(42, '__mp_main__')]" in plain.stdout
 
 
 def test_a_folder_with_a_main_file_runs(folder):
-    (folder / "scripts" / "__main__.py").write_text("import neighbour, sys\nprint(neighbour.double(4), sys.argv[1:])\n")
+    (folder / "scripts" / "__main__.py").write_text(
+        "import neighbour, sys\nprint(neighbour.double(4), sys.argv[1:])\n"
+    )
     assert worker("scripts", "x", cwd=folder).stdout == "8 ['x']\n"
 
 
@@ -186,8 +243,12 @@ def test_exit_codes_and_tracebacks_match_the_script(source, code, folder):
     assert done.returncode == code
     if "Traceback" in done.stderr:
         before = done.stderr[: done.stderr.index("failing.py")]
-        assert before.count("worker.py") == 3 and before.rpartition("worker.py")[2].count("  File ") == 1
-        own = done.stderr.partition("\nnanobind:")[0]  # with torch 2.15 a list of leaks follows the error
+        assert (
+            before.count("worker.py") == 3
+            and before.rpartition("worker.py")[2].count("  File ") == 1
+        )
+        # with torch 2.15 a list of leaks follows the error
+        own = done.stderr.partition("\nnanobind:")[0]
         assert own.rstrip().splitlines()[-1].split(":")[0] in ("ZeroDivisionError", "NameError")
 
 
@@ -196,7 +257,10 @@ def test_launch_returns_exit_code_of_the_script(folder):
     (folder / "failing.py").write_text("import sys\nsys.exit(7)\n")
     done = run(*OURS, "--cpu", "failing.py", cwd=folder)
     assert done.returncode == 7
-    assert "fp8-backends launch: failing.py ended with exit code 7" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        "fp8-backends launch: failing.py ended with exit code 7" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     quiet = run(*OURS, "--cpu", "-q", "failing.py", cwd=folder)
     assert quiet.returncode == 7 and "ended with" not in quiet.stderr
     (folder / "failing.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
@@ -208,7 +272,9 @@ def test_launch_returns_exit_code_of_first_failed_rank(folder):
     (folder / "failing.py").write_text(
         "import os, sys, time\nsys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)\n"
     )
-    done = run(*OURS, "--cpu", "--num_processes", "2", "--main_process_port", "0", "failing.py", cwd=folder)
+    done = run(
+        *OURS, "--cpu", "--num_processes", "2", "--main_process_port", "0", "failing.py", cwd=folder
+    )
     assert done.returncode == 7 and "failing.py ended with exit code 7" in done.stderr
 
 
@@ -243,7 +309,8 @@ TRAINED = f"{NO_PROOF}: no optimizer that made a step was prepared with its mode
         ("none 2 {}", "--fp8_on_unproven warn", 0, TRAINED),
         ("model,optimizer 0 {}", "", 0, f"{NO_PROOF}\n"),
         ("model,optimizer 2 {}", "", 0, ""),
-        nightly("none 2 {'mixed_precision':'bf16'}", "", 0, ""),  # with a warning by the Accelerator
+        # with a warning by the Accelerator
+        nightly("none 2 {'mixed_precision':'bf16'}", "", 0, ""),
     ],
 )
 def test_script_without_proof_warns(arguments, flags, code, said, folder):
@@ -257,7 +324,9 @@ def test_script_without_proof_warns(arguments, flags, code, said, folder):
 @pytest.mark.slow
 def test_missing_script_raises_pythons_error(folder):
     done = worker("nowhere.py", cwd=folder)
-    assert done.returncode == 2 and "can't open file" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2 and "can't open file" in done.stderr and "Traceback" not in done.stderr
+    )
     assert worker(cwd=folder).returncode == 1
 
 
@@ -268,7 +337,16 @@ def test_missing_script_raises_pythons_error(folder):
 def test_code_overriding_launch_warns_once_on_one_rank(tmp_path):
     handler = json.dumps({"class": "FP8RecipeKwargs", "margin": 2})
     ranks = ("--cpu", "--num_processes", "2", "--main_process_port", "0")
-    launch = (*OURS, *ranks, "--fp8_backend", "native:delayed", "--fp8_margin", "1", "--fp8_interval", "3")
+    launch = (
+        *OURS,
+        *ranks,
+        "--fp8_backend",
+        "native:delayed",
+        "--fp8_margin",
+        "1",
+        "--fp8_interval",
+        "3",
+    )
     done = run(*launch, SCRIPT, str(tmp_path / "output"), "--handler", handler)
     assert done.returncode == 0, done.stderr
     line = "FP8RecipeKwargs in the script says margin=2, fp8-backends launch said margin=1: the script's value is used"

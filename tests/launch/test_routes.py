@@ -57,9 +57,14 @@ def test_backends_train_on_every_launch_route(routes, subtests, tmp_path):
     }
     done = warm_process.run(str(HERE / "routes.py"), str(tmp_path), *routes, env=environment)
     assert done.returncode == 0, done.stderr
-    outcomes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"route"')]
+    outcomes = [
+        json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"route"')
+    ]
     assert {outcome["route"] for outcome in outcomes} == set(routes)
-    found = {route: {outcome["backend"] for outcome in outcomes if outcome["route"] == route} for route in routes}
+    found = {
+        route: {outcome["backend"] for outcome in outcomes if outcome["route"] == route}
+        for route in routes
+    }
     assert len(outcomes) == sum(map(len, found.values()))
     assert all(len(found[route]) >= (17 if route == OF_EVERY_BACKEND else 5) for route in routes)
     for outcome in outcomes:
@@ -71,7 +76,8 @@ def check(route: str, backend: str, ranks: list[dict], asked: int, printed: str)
     """Compare `ranks`, the files of all ranks, with `asked`, the requested number."""
     recipe = fp8_backends.resolve(backend)
     if recipe.compute == "te" and route.startswith("fp8-backends launch"):
-        assert (ranks, asked) == ([], 0) and refused(route, backend) in printed  # before any process starts
+        # before any process starts
+        assert (ranks, asked) == ([], 0) and refused(route, backend) in printed
         return
     assert len(ranks) == asked == RANKS.get(route, ALONE)[1], printed
     for rank in ranks:
@@ -83,8 +89,11 @@ def check(route: str, backend: str, ranks: list[dict], asked: int, printed: str)
             recipe = recipe.replace(shard_states=True)  # as ZeRO-1 and 2 do
         assert rank["recipe"] == json.loads(json.dumps(recipe.to_dict()))
         assert len(rank["products"]) == 2
-        in_fp8 = {"fprop", "dgrad", "wgrad"} - set(get_compute(recipe.compute).high_precision_products(recipe))
-        for layer, counts in list(rank["products"].items())[1:]:  # the first one's input needs no gradient
+        in_fp8 = {"fprop", "dgrad", "wgrad"} - set(
+            get_compute(recipe.compute).high_precision_products(recipe)
+        )
+        # the first one's input needs no gradient
+        for layer, counts in list(rank["products"].items())[1:]:
             assert all(counts[kind] > 0 for kind in in_fp8), (layer, counts)
         assert all(counts["fprop"] > 0 for counts in rank["products"].values())
         assert rank["losses"][0] > rank["losses"][1] > rank["losses"][2]
@@ -102,7 +111,10 @@ def refused(route: str, backend: str) -> str | None:
 
 def check_surroundings(route: str, rank: dict) -> None:
     """The script finds itself as Python would have started it."""
-    assert rank["main"] == ["trained" if route == "notebook_launcher" else "__main__", main_file(route)]
+    assert rank["main"] == [
+        "trained" if route == "notebook_launcher" else "__main__",
+        main_file(route),
+    ]
     assert rank["folder"] == str(HERE)
     kind, count = RANKS.get(route, ALONE)
     assert rank["ranks"] == count and rank["kind"] in KINDS[kind]

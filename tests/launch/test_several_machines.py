@@ -1,4 +1,5 @@
-"""Start two nodes on this machine with the files of the guide `examples.rst`: by Slurm's script, and by launchers."""
+"""Start two nodes on this machine with the files of the guide `examples.rst`: by Slurm's script,
+and by launchers."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def folder(tmp_path):
     """A folder with the guide's files, for two nodes of one rank each."""
     # `accelerate launch` needs the import, as the guide says
     (tmp_path / "train.py").write_text(f"import fp8_backends\n{script_without_recipe()}")
-    (tmp_path / "two_ranks.py").write_bytes((ROOT / "fp8_backends" / "examples" / "two_ranks.py").read_bytes())
+    (tmp_path / "two_ranks.py").write_bytes(
+        (ROOT / "fp8_backends" / "examples" / "two_ranks.py").read_bytes()
+    )
     config = yaml.safe_load(block("yaml", "nodes.yaml"))
     config |= {"num_processes": 2, "main_process_ip": "127.0.0.1", "main_process_port": free_port()}
     (tmp_path / "nodes.yaml").write_text(yaml.safe_dump(config))
@@ -38,7 +41,9 @@ def folder(tmp_path):
 
 
 def environment(folder: Path) -> dict[str, str]:
-    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join(
+        [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
 
 
@@ -51,7 +56,9 @@ def free_port() -> int:
 def outputs(commands: list[str], folder: Path) -> str:
     """Run shell commands at the same time; return everything printed."""
     ends = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": folder}
-    nodes = [subprocess.Popen(["bash", "-c", line], env=environment(folder), **ends) for line in commands]
+    nodes = [
+        subprocess.Popen(["bash", "-c", line], env=environment(folder), **ends) for line in commands
+    ]
     try:
         printed = [node.communicate(timeout=280)[0] for node in nodes]
     finally:
@@ -66,11 +73,15 @@ def outputs(commands: list[str], folder: Path) -> str:
 def test_two_launches_of_the_guides_configuration_train_together(program, folder):
     """The guide has both lines of `fp8-backends`, and the first of `accelerate`."""
     text = GUIDE.read_text(encoding="utf-8")
-    lines = re.findall(rf"^    ({program} launch --config_file nodes.yaml .*?)(?:  #.*)?$", text, re.M)
+    lines = re.findall(
+        rf"^    ({program} launch --config_file nodes.yaml .*?)(?:  #.*)?$", text, re.M
+    )
     first = lines[0].replace("accelerate ", "python -m accelerate.commands.accelerate_cli ")
     first = first.replace("fp8-backends ", "python -m fp8_backends ")
     printed = outputs([first, first.replace("--machine_rank 0", "--machine_rank 1")], folder)
-    assert len(re.findall(r"^msamp:O4: 2/2 Linear, 100 % of weight FLOPs", printed, re.M)) == 1, printed
+    assert len(re.findall(r"^msamp:O4: 2/2 Linear, 100 % of weight FLOPs", printed, re.M)) == 1, (
+        printed
+    )
 
 
 SRUN = """#!/bin/bash
@@ -82,7 +93,8 @@ for job in $jobs; do wait $job || exit 1; done
 
 @pytest.mark.nightly
 def test_the_guides_slurm_script_trains_on_two_nodes(folder):
-    """Slurm needs a cluster: two short programs start the tasks in its place. The script is the guide's."""
+    """Slurm needs a cluster: two short programs start the tasks in its place. The script is the
+    guide's."""
     programs = {
         "srun": SRUN,
         "scontrol": "#!/bin/bash\necho 127.0.0.1\n",

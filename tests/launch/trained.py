@@ -1,9 +1,10 @@
 """Train like a typical script: FP8 appears only in the report at its end.
 
-    trained.py OUTPUT [--import] [--mixed_precision P] [--handler JSON] [--other_handlers] [--clip] [--blocks]
+    trained.py OUTPUT [--import] [--mixed_precision P] [--handler JSON] [--other_handlers] [--clip]
+    [--blocks]
 
-Writes OUTPUT.RANK with the recipe, products, losses and surroundings of this rank. `--import` imports fp8_backends
-first, as scripts under stock Accelerate's launcher must.
+Writes OUTPUT.RANK with the recipe, products, losses and surroundings of this rank. `--import`
+imports fp8_backends first, as scripts under stock Accelerate's launcher must.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ parser.add_argument("--handler", type=json.loads)
 parser.add_argument("--other_handlers", action="store_true", help="handlers that are not about FP8")
 parser.add_argument("--clip", action="store_true", help="clip gradients and report their norm")
 parser.add_argument("--blocks", action="store_true", help="a model of repeated blocks")
-parser.add_argument("--fp8_backend", help="the script's own argument, of the same name as the launcher's")
+parser.add_argument(
+    "--fp8_backend", help="the script's own argument, of the same name as the launcher's"
+)
 options = parser.parse_args()
 
 if options.imports:
@@ -41,11 +44,18 @@ def accelerator_arguments() -> dict:
         from deepspeed.ops import __compatible_ops__
 
         __compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at its first use
-        config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 16, "bf16": {"enabled": False}}
+        config = {
+            "zero_optimization": {"stage": 2},
+            "train_micro_batch_size_per_gpu": 16,
+            "bf16": {"enabled": False},
+        }
         handlers = [InitProcessGroupKwargs(backend="gloo")]
         if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
             return {"kwargs_handlers": handlers}
-        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config), "kwargs_handlers": handlers}
+        return {
+            "deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config),
+            "kwargs_handlers": handlers,
+        }
     return {}
 
 
@@ -75,10 +85,17 @@ def train() -> dict:
         arguments["kwargs_handlers"] = [getattr(fp8_backends, fields.pop("class"))(**fields)]
     if options.other_handlers:
         timeout = datetime.timedelta(seconds=30)
-        arguments["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout), GradScalerKwargs(init_scale=1024.0)]
+        arguments["kwargs_handlers"] = [
+            InitProcessGroupKwargs(timeout=timeout),
+            GradScalerKwargs(init_scale=1024.0),
+        ]
     accelerator = Accelerator(**arguments)
     torch.manual_seed(0)
-    model = Blocks() if options.blocks else nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+    model = (
+        Blocks()
+        if options.blocks
+        else nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+    )
     x = torch.randn(16, 32)
     y = torch.tanh(x[:, :16])
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
@@ -103,7 +120,9 @@ def described(accelerator, model) -> dict:
         "products": fp8_backends.audit(model).products if recipe else None,
         "kind": type(model).__name__,
         "precision": accelerator.mixed_precision,
-        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo" in sys.modules else 0,
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        if "torch._dynamo" in sys.modules
+        else 0,
         "rank": accelerator.process_index,
         "ranks": accelerator.num_processes,
         "argv": sys.argv,
@@ -117,8 +136,12 @@ def main() -> None:
     try:
         outcome = train()
     except Exception as error:
-        outcome = {"error": f"{type(error).__name__}: {error}", "rank": int(os.environ.get("RANK", 0))}
-        if torch.distributed.is_initialized():  # a rank that leaves while others still connect would fail them
+        outcome = {
+            "error": f"{type(error).__name__}: {error}",
+            "rank": int(os.environ.get("RANK", 0)),
+        }
+        # a rank that leaves while others still connect would fail them
+        if torch.distributed.is_initialized():
             torch.distributed.monitored_barrier(timeout=datetime.timedelta(seconds=30))
     with open(f"{options.output}.{outcome['rank']}", "w") as file:
         json.dump(outcome, file)

@@ -1,4 +1,5 @@
-"""`advise` finds the layer or the scaling at fault, by measuring, and leaves the model unchanged."""
+"""`advise` finds the layer or the scaling at fault, by measuring, and leaves the model
+unchanged."""
 
 from __future__ import annotations
 
@@ -25,15 +26,19 @@ SPIKE, UNEVEN = 2.0**24, 2.0**19
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 def blocks(count=11, spiked=(), uneven=()):
-    """Build a residual model with the same function in FP32: `up` reads one very large channel in spiked blocks, and
-    writes one in uneven blocks, which one scale for a row represents."""
+    """Build a residual model with the same function in FP32: `up` reads one very large channel in
+    spiked blocks, and writes one in uneven blocks, which one scale for a row represents."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(32) for _ in range(count)))
     with torch.no_grad():
@@ -52,15 +57,22 @@ def squares(model, x):
 
 
 def batches(count=2, magnitude=1.0):
-    return [torch.randn(32, 32, generator=torch.Generator().manual_seed(n)) * magnitude**n for n in range(count)]
+    return [
+        torch.randn(32, 32, generator=torch.Generator().manual_seed(n)) * magnitude**n
+        for n in range(count)
+    ]
 
 
 @pytest.mark.slow
 def test_faulty_layer_beyond_every_scaling_stays_in_high_precision():
     tried = []
     model = blocks(spiked=[3])
-    advice = fp8_backends.advise(model, batches(1), "native:dynamic", loss=squares, progress=tried.append)
-    assert advice.recipe.layers == {"3.up": "bf16"} and advice.verdict.startswith(f"3.up in {advice.around}")
+    advice = fp8_backends.advise(
+        model, batches(1), "native:dynamic", loss=squares, progress=tried.append
+    )
+    assert advice.recipe.layers == {"3.up": "bf16"} and advice.verdict.startswith(
+        f"3.up in {advice.around}"
+    )
     assert advice.chosen.gap <= 0.5 * advice.given.gap and advice.chosen.kept >= 0.95
     assert advice.recipe.name == "native:dynamic" and len(tried) - 1 <= 40
     worst = max((each for each in advice.alone if len(each.names) == 1), key=lambda each: each.gap)
@@ -85,10 +97,18 @@ def test_another_scaling_of_layers_comes_before_high_precision(tmp_path):
     gaps = [check.of(*check.prepared(each)).gap for each in (advice.given.recipe, advice.recipe)]
     assert gaps[1] <= 0.5 * gaps[0]
     advice.save(tmp_path / "recipe.yaml")
-    again = fp8_backends.advise(model, batches(2), tmp_path / "recipe.yaml", loss=squares, max_trials=1)
+    again = fp8_backends.advise(
+        model, batches(2), tmp_path / "recipe.yaml", loss=squares, max_trials=1
+    )
     assert again.given.recipe == advice.recipe and again.given.gap == advice.chosen.gap
-    comments = [line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line.startswith("#")]
-    assert advice.verdict in comments[0] and f"gap {again.given.gap:.4f}" in comments[1] and "6.up" in comments[2]
+    comments = [
+        line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if line.startswith("#")
+    ]
+    assert (
+        advice.verdict in comments[0]
+        and f"gap {again.given.gap:.4f}" in comments[1]
+        and "6.up" in comments[2]
+    )
 
 
 @pytest.mark.slow
@@ -98,15 +118,23 @@ def test_few_layers_stay_in_high_precision():
     advice = fp8_backends.advise(model, batches(1), "native:dynamic", loss=squares, max_trials=80)
     words = dict(advice.recipe.layers)
     assert dict.fromkeys(words, "bf16") in [trial.recipe.layers for trial in advice.trials]
-    assert words.pop("3.up") == "bf16" and words.keys() == {"6.up", "6.down"} and "bf16" not in words.values()
-    assert advice.chosen.gap <= 0.5 * advice.given.gap and f"3.up in {advice.around}" in advice.verdict
+    assert (
+        words.pop("3.up") == "bf16"
+        and words.keys() == {"6.up", "6.down"}
+        and "bf16" not in words.values()
+    )
+    assert (
+        advice.chosen.gap <= 0.5 * advice.given.gap and f"3.up in {advice.around}" in advice.verdict
+    )
 
 
 def unlike(magnitude):
-    """Build a model without norms for batches of different magnitude: an amax of the last batch does not predict the
-    next."""
+    """Build a model without norms for batches of different magnitude: an amax of the last batch
+    does not predict the next."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(32, 32), nn.ReLU())), nn.Linear(32, 32))
+    model = nn.Sequential(
+        *(part for _ in range(3) for part in (nn.Linear(32, 32), nn.ReLU())), nn.Linear(32, 32)
+    )
     data = [x * magnitude ** (n % 2) for n, x in enumerate(batches(6))]
 
     def loss(model, x):
@@ -119,7 +147,11 @@ def unlike(magnitude):
 def test_helpful_scaling_is_found():
     model, data, loss = unlike(1024.0)
     advice = fp8_backends.advise(model, data[:2], "native:delayed", loss=loss)
-    assert advice.recipe.name == "native:dynamic" and advice.chosen.kept == 1 and not advice.recipe.exclude
+    assert (
+        advice.recipe.name == "native:dynamic"
+        and advice.chosen.kept == 1
+        and not advice.recipe.exclude
+    )
     assert [each.recipe.name for each in advice.trials] == ["native:delayed", "native:dynamic"]
     # again on other batches, by another measure
     check = GradientGap(model, data[2:4], advice.around, loss)
@@ -150,7 +182,9 @@ def test_fast_accumulation_is_turned_off_where_sums_lose(sums):
     ((name, (lost, without)),) = advice.sums.items()
     assert name == "down" and 0.05 < lost < 0.09 and abs(without) < 0.002
     assert advice.recipe.fast_accumulation == ("down",) and advice.recipe.name == "native:dynamic"
-    assert "fast accumulation off in down" in advice.verdict and "sums lost in down: 7 %" in str(advice)
+    assert "fast accumulation off in down" in advice.verdict and "sums lost in down: 7 %" in str(
+        advice
+    )
     ratio = advice.slow.gap / advice.given.gap
     assert ratio < 0.7 if sums == "h100" else ratio == 1
     assert json.loads(json.dumps(advice.to_dict(), allow_nan=False))["sums"]["down"]["lost"] == lost
@@ -167,17 +201,26 @@ def test_layers_in_high_precision_leave_the_patterns_of_fast_accumulation():
 def test_a_healthy_model_keeps_its_recipe():
     model, data, loss = unlike(1.0)
     advice = fp8_backends.advise(model, data[:1], "ao", loss=loss)
-    assert advice.chosen is None and advice.recipe == fp8_backends.resolve("ao") and "keep the recipe" in advice.verdict
+    assert (
+        advice.chosen is None
+        and advice.recipe == fp8_backends.resolve("ao")
+        and "keep the recipe" in advice.verdict
+    )
     assert (advice.floor.gap > 0) == (advice.around != "fp32")  # as on a CPU without bf16 products
     assert advice.floor.gap < advice.given.gap < 0.5
     # TorchAO's rule with weight gradients in high precision keeps two of three products in FP8
     (left_out,) = [each for each in advice.trials if each.why_not]
-    assert left_out.recipe.scaling == "rowwise_with_gw_hp" and 0.6 < left_out.kept < 0.7 and left_out.gap == math.inf
+    assert (
+        left_out.recipe.scaling == "rowwise_with_gw_hp"
+        and 0.6 < left_out.kept < 0.7
+        and left_out.gap == math.inf
+    )
     assert advice.best.kept >= 0.95 and "too little" in str(advice)
 
 
 class Everything(nn.Module):
-    """Include every state a pass could change: dropout, running statistics, a hook, a part in evaluation."""
+    """Include every state a pass could change: dropout, running statistics, a hook, a part in
+    evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -194,10 +237,18 @@ class Everything(nn.Module):
 def state_of(model, optimizer):
     """Return every state that a pass or a preparation could change, as comparable values."""
     tensors = {**model.state_dict(), **{f"{n}.grad": p.grad for n, p in model.named_parameters()}}
-    tensors |= {f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
-    modules = [(type(m), m.training, sorted(m.__dict__), len(m._forward_hooks)) for m in model.modules()]
+    tensors |= {
+        f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()
+    }
+    modules = [
+        (type(m), m.training, sorted(m.__dict__), len(m._forward_hooks)) for m in model.modules()
+    ]
     draws = (torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state()))
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}, modules, draws
+    return (
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in tensors.items()},
+        modules,
+        draws,
+    )
 
 
 @pytest.mark.parametrize("prepared_with", [None, "msamp:O2"])
@@ -220,7 +271,11 @@ def test_advise_leaves_model_optimizer_and_rng_unchanged(prepared_with):
     assert all(mine is yours for mine, yours in zip(parameters, model.parameters(), strict=True))
     assert before[1:] == after[1:] and before[0].keys() == after[0].keys()
     for name, tensor in before[0].items():
-        assert torch.equal(tensor, after[0][name]) if isinstance(tensor, torch.Tensor) else tensor == after[0][name]
+        assert (
+            torch.equal(tensor, after[0][name])
+            if isinstance(tensor, torch.Tensor)
+            else tensor == after[0][name]
+        )
 
 
 def test_gap_matches_its_definition():
@@ -233,9 +288,14 @@ def test_gap_matches_its_definition():
     for mine, exact in zip(twin.parameters(), model.parameters(), strict=True):
         total += exact.numel() * ((mine.grad - exact.grad).norm() / exact.grad.norm()).item() ** 2
         size += exact.numel()
-    assert found.floor.gap == pytest.approx(math.sqrt(total / size), rel=1e-4) and not found.not_counted
+    assert (
+        found.floor.gap == pytest.approx(math.sqrt(total / size), rel=1e-4)
+        and not found.not_counted
+    )
     fp8_backends.prepare(twin, None, "native:dynamic")
-    assert found.of(*found.prepared(fp8_backends.resolve("native:dynamic"))).gap > 3 * found.floor.gap
+    assert (
+        found.of(*found.prepared(fp8_backends.resolve("native:dynamic"))).gap > 3 * found.floor.gap
+    )
 
 
 class Keyed(nn.Module):
@@ -246,7 +306,9 @@ class Keyed(nn.Module):
         self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
 
     def forward(self, x):
-        attended = nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+        attended = nn.functional.scaled_dot_product_attention(
+            self.query(x), self.key(x), self.value(x)
+        )
         return attended.square().mean()
 
 
@@ -286,8 +348,12 @@ def test_batches_consumed_by_the_loss_are_measured():
     (x,) = batches(1)
     batch = BatchEncoding({"x": x.clone(), "y": x.clone()})
     with torch.no_grad():
-        used_up = measured(lambda model, batch: (model(batch.pop("x").mul_(2.0)) - batch["y"]).square().mean())
-        plain = measured(lambda model, batch: (model(batch["x"] * 2.0) - batch["y"]).square().mean())
+        used_up = measured(
+            lambda model, batch: (model(batch.pop("x").mul_(2.0)) - batch["y"]).square().mean()
+        )
+        plain = measured(
+            lambda model, batch: (model(batch["x"] * 2.0) - batch["y"]).square().mean()
+        )
     assert used_up == plain and torch.equal(batch["x"], x)
 
 
@@ -300,14 +366,23 @@ def test_no_more_trials_than_allowed_are_measured():
 
 
 def test_each_trial_changes_one_setting():
-    given = {"backend": "native:delayed+msamp:O2", "margin": 1, "exclude": "a", "rounding": "nearest"}
+    given = {
+        "backend": "native:delayed+msamp:O2",
+        "margin": 1,
+        "exclude": "a",
+        "rounding": "nearest",
+    }
     recipe = fp8_backends.resolve({**given, "layers": {"b.c": "native:mxfp8", "b.*": "bf16"}})
     layers = {"b.c": "native:rowwise", "d": "bf16", "b.*": "bf16"}  # the first match wins
     changed = with_layers(recipe, {"b.c": "native:rowwise", "d": "bf16"})
     assert changed.to_kwargs() == {**recipe.to_kwargs(), "backend": recipe.name, "layers": layers}
     assert list(changed.layers) == list(layers)
     rowwise = with_scaling(recipe, "rowwise")
-    assert (rowwise.name, rowwise.exclude, rowwise.rounding) == ("native:rowwise+msamp:O2", ("a",), "nearest")
+    assert (rowwise.name, rowwise.exclude, rowwise.rounding) == (
+        "native:rowwise+msamp:O2",
+        ("a",),
+        "nearest",
+    )
     assert "margin" not in rowwise.given  # unread by rowwise
     assert together(["a.0.q", "a.0.k"]) == "a.0.(q, k)" and together(["a.x", "b.x"]) == "a.x, b.x"
 
@@ -329,12 +404,17 @@ def test_advice_is_saved_as_a_recipe_file(tmp_path, monkeypatch):
     assert fp8_backends.resolve("recipe.yml") == advice.recipe == fp8_backends.resolve(FIELDS)
     text = (tmp_path / "recipe.yml").read_text()
     assert text.startswith(f"# fp8-backends advise: {advice.verdict}\n# gap {advice.given.gap:.4f}")
-    for path, said in (("recipe.json", "ends in .yaml"), ("no/where.yaml", "cannot be written: No such file")):
+    for path, said in (
+        ("recipe.json", "ends in .yaml"),
+        ("no/where.yaml", "cannot be written: No such file"),
+    ):
         with pytest.raises(fp8_backends.FP8BackendError, match=said):
             advice.save(path)
     spec = {"backend": "native", "module_filter_func": lambda module, name: True}
     with pytest.raises(fp8_backends.FP8BackendError, match="Python object of module_filter_func"):
-        fp8_backends.advise(blocks(1), batches(1), spec, loss=squares, max_trials=1).save("recipe.yaml")
+        fp8_backends.advise(blocks(1), batches(1), spec, loss=squares, max_trials=1).save(
+            "recipe.yaml"
+        )
 
 
 @pytest.mark.parametrize(
@@ -357,7 +437,10 @@ def test_unmeasurable_model_is_an_error_with_reason(arguments, match):
     defaults = {"model": blocks(1), "batches": batches(1), "spec": "native", "loss": squares}
     given = defaults | arguments
     if "Conv" in str(given["model"]):
-        given |= {"batches": [torch.randn(2, 1, 4)], "loss": lambda model, x: model(x).square().mean()}
+        given |= {
+            "batches": [torch.randn(2, 1, 4)],
+            "loss": lambda model, x: model(x).square().mean(),
+        }
     with pytest.raises(fp8_backends.FP8BackendError, match=match):
         fp8_backends.advise(given.pop("model"), given.pop("batches"), given.pop("spec"), **given)
 
@@ -368,5 +451,8 @@ def test_benchmark_meets_its_claims_on_quick_models(tmp_path):
     ended = warm_process.run(str(script), "--quick", "--out", str(tmp_path), timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (record,) = (json.loads(file.read_text()) for file in tmp_path.glob("advise_cpu_*.json"))
-    assert record["machine"]["date"] and [each["expected"] for each in record["results"]] == ["layers", "scaling"]
+    assert record["machine"]["date"] and [each["expected"] for each in record["results"]] == [
+        "layers",
+        "scaling",
+    ]
     assert all(each["advised"] and each["ratio_on_others"] <= 0.5 for each in record["results"])

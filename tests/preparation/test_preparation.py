@@ -59,10 +59,14 @@ def test_initialize_has_msamps_signature_and_meaning(arguments, level):
 
 
 def test_initialize_names_unsupported_arguments(monkeypatch):
-    monkeypatch.setattr("fp8_backends.compute.te.backend.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "fp8_backends.compute.te.backend.importlib.util.find_spec", lambda name: None
+    )
     model = net()
     with pytest.raises(BackendUnavailableError, match="TransformerEngine is not installed"):
-        preparation.initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O2", use_te=True)
+        preparation.initialize(
+            model, torch.optim.AdamW(model.parameters()), opt_level="O2", use_te=True
+        )
     with pytest.raises(RecipeError, match="O7"):
         preparation.initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O7")
 

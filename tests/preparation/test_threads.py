@@ -1,4 +1,5 @@
-"""Train in threads: the cases of `benchmarks/reliability/threads.py`; the benchmark adds processes."""
+"""Train in threads: the cases of `benchmarks/reliability/threads.py`; the benchmark adds
+processes."""
 
 import gc
 import sys

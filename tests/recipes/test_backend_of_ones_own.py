@@ -1,5 +1,5 @@
-"""Pass a one-file backend with its own field and scaling rule through every input: string, handler, dictionary, flag,
-YAML file and environment; and through the documentation's table."""
+"""Pass a one-file backend with its own field and scaling rule through every input: string, handler,
+dictionary, flag, YAML file and environment; and through the documentation's table."""
 
 from __future__ import annotations
 
@@ -115,7 +115,16 @@ def folder(tmp_path_factory):
     (source / "setup.py").write_text("from setuptools import setup; setup()")
     (source / "setup.cfg").write_text(SETUP)
     (source / "my_fp8.py").write_text(BACKEND)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
     subprocess.run([*pip, "--target", folder / "installed", source], check=True, timeout=240)
     (folder / "train.py").write_text(TRAIN)
     (folder / "fp8.yaml").write_text(YAML)
@@ -130,14 +139,30 @@ def run(folder, *arguments, **environment):
 
 FP8 = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "fp8"}
 WAYS = {
-    "handler": (["train.py", "fp8_backends.FP8RecipeKwargs(backend='mine', scaling='fine', headroom=3)"], {}),
-    "dictionary": (["train.py", "fp8_backends.resolve({'backend': 'mine:fine', 'headroom': '3'})"], {}),
+    "handler": (
+        ["train.py", "fp8_backends.FP8RecipeKwargs(backend='mine', scaling='fine', headroom=3)"],
+        {},
+    ),
+    "dictionary": (
+        ["train.py", "fp8_backends.resolve({'backend': 'mine:fine', 'headroom': '3'})"],
+        {},
+    ),
     "environment": (
         ["train.py"],
         {**FP8, "ACCELERATE_FP8_BACKEND": "mine:fine", "ACCELERATE_FP8_HEADROOM": "3"},
     ),
     "flag": (
-        ["-m", "fp8_backends", "launch", "--cpu", "--fp8_backend", "mine:fine", "--fp8_headroom", "3", "train.py"],
+        [
+            "-m",
+            "fp8_backends",
+            "launch",
+            "--cpu",
+            "--fp8_backend",
+            "mine:fine",
+            "--fp8_headroom",
+            "3",
+            "train.py",
+        ],
         {},
     ),
     "YAML": (["-m", "fp8_backends", "launch", "--config_file", "fp8.yaml", "train.py"], {}),

@@ -1,5 +1,5 @@
-"""End bad input in this package's error, short and with the fault's name: one class of fault after another, found by
-`benchmarks/reliability/fuzz.py`."""
+"""End bad input in this package's error, short and with the fault's name: one class of fault after
+another, found by `benchmarks/reliability/fuzz.py`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def nested(levels):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (KEYS + "fp8_config:\n  margin: 1\n  margin: 2\n", "key 'margin' stands in a block twice, line 5"),
+        (
+            KEYS + "fp8_config:\n  margin: 1\n  margin: 2\n",
+            "key 'margin' stands in a block twice, line 5",
+        ),
         ("a: !!python/object:os.system x\n", "python/object"),
         ("a: !!bool x\n", "'x'"),
         ("a: \x00\n", "special characters are not allowed"),
@@ -54,7 +57,9 @@ def test_unreadable_yaml_is_refused_with_file_and_reason(tmp_path, text, said):
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "[" * 100_000])
 def test_unreadable_json_is_refused(tmp_path, text):
     (tmp_path / "c.json").write_text(text)
-    with pytest.raises(RecipeError, match=r"c\.json is no JSON.*(stands in a block twice|recursion)"):
+    with pytest.raises(
+        RecipeError, match=r"c\.json is no JSON.*(stands in a block twice|recursion)"
+    ):
         read_file(str(tmp_path / "c.json"))
     with pytest.raises(RecipeError, match="not a JSON object of recipe fields"):
         from_environment({"FP8_BACKENDS_RECIPE": text})
@@ -76,7 +81,9 @@ def test_launch_names_the_file_and_the_key(tmp_path):
     with pytest.raises(RecipeError, match=r"c\.yaml.*'backend' stands in a block twice"):
         launch.run(["--config_file", str(tmp_path / "c.yaml"), __file__])
     (tmp_path / "c.yaml").write_text("distributed_type: [MULTI_GPU]\n")
-    with pytest.raises(FP8BackendError, match=r"c\.yaml: distributed_type=\['MULTI_GPU'\] must be a word"):
+    with pytest.raises(
+        FP8BackendError, match=r"c\.yaml: distributed_type=\['MULTI_GPU'\] must be a word"
+    ):
         launch.run(["--config_file", str(tmp_path / "c.yaml"), __file__])
 
 
@@ -85,7 +92,9 @@ def test_deepspeed_file_is_ignored_without_deepspeed(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(KEYS + "deepspeed_config: {deepspeed_config_file: ds.json}\n")
     assert config.read(str(path)).for_accelerate()["mixed_precision"] == "fp8"
-    path.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: [ds.json]}\n")
+    path.write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: [ds.json]}\n"
+    )
     with pytest.raises(RecipeError, match=r"deepspeed_config_file=\['ds.json'\] must be a word"):
         config.read(str(path))
 
@@ -100,7 +109,9 @@ def test_config_writes_scaling_without_backend(tmp_path):
 
 
 def test_ranks_beyond_machine_integers_are_counted(tmp_path):
-    (tmp_path / "c.yaml").write_text(f"base_model: x\nbf16: true\nsequence_len: 8\ndp_shard_size: {2**63}\n")
+    (tmp_path / "c.yaml").write_text(
+        f"base_model: x\nbf16: true\nsequence_len: 8\ndp_shard_size: {2**63}\n"
+    )
     assert config.read(str(tmp_path / "c.yaml")).processes == 2**63
 
 
@@ -117,7 +128,9 @@ def test_ranks_beyond_machine_integers_are_counted(tmp_path):
     ],
     ids=lambda value: type(value).__name__,
 )
-@pytest.mark.parametrize("field", ["margin", "fp8_format", "override_linear_precision", "include", "opt_level"])
+@pytest.mark.parametrize(
+    "field", ["margin", "fp8_format", "override_linear_precision", "include", "opt_level"]
+)
 def test_value_of_any_class_is_refused_briefly(field, value):
     if field == "include" and isinstance(value, list) and isinstance(value[0], str):
         return
@@ -162,7 +175,9 @@ def test_text_list_parses_alike_in_script_and_environment():
     assert from_environment({"ACCELERATE_FP8_INCLUDE": "['a', 'b']"}).include == ("a", "b")
 
 
-@pytest.mark.parametrize(("name", "text"), [("WORLD_SIZE", "None"), ("PMI_SIZE", ""), ("ACCELERATE_USE_CPU", "maybe")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("WORLD_SIZE", "None"), ("PMI_SIZE", ""), ("ACCELERATE_USE_CPU", "maybe")]
+)
 def test_invalid_launcher_variable_is_named(name, text, monkeypatch, tmp_path):
     monkeypatch.setenv(name, text)
     with pytest.raises(FP8BackendError, match=f"{name}='{text}' in the environment must be"):
@@ -212,7 +227,10 @@ def faulty():
         (type("Odd", (Odd,), {"scalings": None}), "scalings must name its rules"),
         (type("Odd", (Odd,), {"default_scaling": "nosuch"}), "default_scaling one of them"),
         (type("Odd", (Odd,), {"levels": ("O9",)}), r"levels=\('O9',\) must name some of O0"),
-        (type("Odd", (Odd,), {"fields": ("nosuch",)}), "'nosuch' is neither a .*Field nor the name"),
+        (
+            type("Odd", (Odd,), {"fields": ("nosuch",)}),
+            "'nosuch' is neither a .*Field nor the name",
+        ),
     ],
 )
 def test_unusable_backend_is_refused_by_name(factory, said, monkeypatch):
@@ -228,7 +246,12 @@ def test_unusable_backend_is_refused_by_name(factory, said, monkeypatch):
 def test_bare_yaml_off_means_off(value):
     """YAML reads it as False, exported as text by Accelerate's launcher."""
     assert FP8RecipeKwargs(backend="native", guard=value).guard == "off"
-    assert from_environment({"ACCELERATE_FP8_BACKEND": "native", "ACCELERATE_FP8_GUARD": str(value)}).guard == "off"
+    assert (
+        from_environment(
+            {"ACCELERATE_FP8_BACKEND": "native", "ACCELERATE_FP8_GUARD": str(value)}
+        ).guard
+        == "off"
+    )
 
 
 @pytest.mark.parametrize("path", ["", "  ", "['a', 1]", "a\x00b", "a\nb", "\udcff", b"a", 3])

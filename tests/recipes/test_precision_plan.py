@@ -6,7 +6,8 @@ import pytest
 
 from fp8_backends import RecipeError, plan
 
-# MS-AMP's table of optimization levels (docs/user-tutorial/optimization-level.md), and O4; bytes added manually
+# MS-AMP's table of optimization levels (docs/user-tutorial/optimization-level.md), and O4; bytes
+# added manually
 ROWS = {
     "native": ("FP8", "FP32", "FP32", None, "FP32", ("FP32", "FP32"), 16),
     "te": ("FP8", "FP32", "FP32", None, "FP32", ("FP32", "FP32"), 16),
@@ -37,7 +38,8 @@ def test_plan_matches_the_level_table(spec):
 def test_plan_names_high_precision_products():
     assert plan("ao:rowwise_with_gw_hp").gemm == "FP8 (wgrad BF16)"
     assert (
-        plan({"backend": "native", "override_linear_precision": (False, True, True)}).gemm == "FP8 (dgrad wgrad BF16)"
+        plan({"backend": "native", "override_linear_precision": (False, True, True)}).gemm
+        == "FP8 (dgrad wgrad BF16)"
     )
 
 
@@ -53,7 +55,8 @@ def test_fp8_gradient_comm_with_plain_weights_is_planned_on_request():
 def test_printed_plan_is_one_complete_line():
     text = str(plan("msamp:O3"))
     assert text == (
-        "GEMM FP8, comm FP8, weight FP8, master FP16, gradient FP8, Adam FP8+FP16: 7 bytes per weight element"
+        "GEMM FP8, comm FP8, weight FP8, master FP16, gradient FP8, Adam FP8+FP16: 7 bytes per "
+        "weight element"
     )
 
 

@@ -35,25 +35,48 @@ def folder(tmp_path, monkeypatch):
 
 
 def same():
-    fields = {"backend": "native:delayed+msamp:O2", "amax_history_len": 16, "exclude": ["*.down", "1"]}
+    fields = {
+        "backend": "native:delayed+msamp:O2",
+        "amax_history_len": 16,
+        "exclude": ["*.down", "1"],
+    }
     layers = {"z.*": "native:mxfp8", "a.*": "native:rowwise", "first": 1}
     return fp8_backends.FP8RecipeKwargs(**fields, layers=layers)
 
 
 def test_file_equals_its_fields(folder):
-    fields = {"fp8_backend": "native", "scaling": "delayed", "opt_level": "O2", "amax_history_len": "16"}
-    (folder / "recipe.json").write_text(json.dumps({**fields, "exclude": "*.down,1", "layers": LAYERS}))
-    for spec in ("recipe.yaml", folder / "recipe.yaml", {"backend": " recipe.yaml "}, "recipe.json"):
+    fields = {
+        "fp8_backend": "native",
+        "scaling": "delayed",
+        "opt_level": "O2",
+        "amax_history_len": "16",
+    }
+    (folder / "recipe.json").write_text(
+        json.dumps({**fields, "exclude": "*.down,1", "layers": LAYERS})
+    )
+    for spec in (
+        "recipe.yaml",
+        folder / "recipe.yaml",
+        {"backend": " recipe.yaml "},
+        "recipe.json",
+    ):
         assert fp8_backends.resolve(spec) == same()
-        assert list(fp8_backends.resolve(spec).layers) == ["z.*", "a.*", "first"]  # the first match wins
+        # the first match wins
+        assert list(fp8_backends.resolve(spec).layers) == ["z.*", "a.*", "first"]
     assert fp8_backends.FP8RecipeKwargs("recipe.yaml").replace(exclude="0").exclude == ("0",)
 
 
 def test_fields_override_the_file():
     given = {"backend": "recipe.yaml", "opt_level": "O3", "exclude": "0", "amax_history_len": None}
     recipe = fp8_backends.FP8RecipeKwargs(**given)
-    assert (recipe.name, recipe.exclude, recipe.amax_history_len) == ("native:delayed+msamp:O3", ("0",), 16)
-    with pytest.raises(RecipeError, match="recipe.yaml: amax_history_len is not read by native:rowwise"):
+    assert (recipe.name, recipe.exclude, recipe.amax_history_len) == (
+        "native:delayed+msamp:O3",
+        ("0",),
+        16,
+    )
+    with pytest.raises(
+        RecipeError, match="recipe.yaml: amax_history_len is not read by native:rowwise"
+    ):
         fp8_backends.FP8RecipeKwargs(backend="recipe.yaml", scaling="rowwise")
 
 
@@ -67,12 +90,21 @@ def test_prepare_trains_with_a_file(folder):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("backend: native\nmargins: 1", r"recipe.yaml: margins is not known \(did you mean 'margin'\?\)"),
+        (
+            "backend: native\nmargins: 1",
+            r"recipe.yaml: margins is not known \(did you mean 'margin'\?\)",
+        ),
         ("backend: natve", "recipe.yaml: .*did you mean"),
         ("margin: 99", "recipe.yaml: margin=99: .*from -64 to 64"),
         ("backend: other.yaml", "recipe.yaml: backend='other.yaml': a recipe file names a backend"),
-        ("backend: native:delayed\nscaling: rowwise", "recipe.yaml: .*'native:delayed' says delayed and scaling"),
-        ("backend: native:rowwise\nmargin: 3", "recipe.yaml: (margin=3: )?margin is not read by native:rowwise"),
+        (
+            "backend: native:delayed\nscaling: rowwise",
+            "recipe.yaml: .*'native:delayed' says delayed and scaling",
+        ),
+        (
+            "backend: native:rowwise\nmargin: 3",
+            "recipe.yaml: (margin=3: )?margin is not read by native:rowwise",
+        ),
         ("config: 3", "recipe.yaml: config: config takes a Python object"),
         ("exclude: [*.down]", "recipe.yaml is no YAML that can be read: .*line 1"),
         ("margin: 1\nmargin: 2", "stands in a block twice"),
@@ -86,7 +118,9 @@ def test_wrong_file_is_an_error_with_its_name(text, said, folder):
         with pytest.raises(RecipeError, match=said):
             fp8_backends.resolve(spec)
     with pytest.raises(RecipeError, match=said):
-        fp8_backends.FP8RecipeKwargs(**merged([Source({"backend": "recipe.yaml"}, {"backend": "--fp8_backend"})]))
+        fp8_backends.FP8RecipeKwargs(
+            **merged([Source({"backend": "recipe.yaml"}, {"backend": "--fp8_backend"})])
+        )
 
 
 # Launch, configuration files, environment, Accelerator
@@ -96,7 +130,9 @@ def test_launch_takes_a_file(folder):
     for flag in ("--fp8_backend", "--mixed_precision"):
         args = parse([flag, "recipe.yaml", "--fp8_opt_level", "O3", "script.py"])
         fields = recipe_fields(args, Configuration())
-        assert fp8_backends.FP8RecipeKwargs(**fields) == same().replace(backend="native:delayed", opt_level="O3")
+        assert fp8_backends.FP8RecipeKwargs(**fields) == same().replace(
+            backend="native:delayed", opt_level="O3"
+        )
         assert "recipe.yaml" not in json.dumps(fields)  # a worker may run in another folder
 
 
@@ -104,13 +140,21 @@ def test_file_ranks_with_the_place_that_names_it():
     block = config_source({"backend": "recipe.yaml", "margin": 2}, "accelerate.yaml")
     flags = Source({"amax_history_len": 8}, {"amax_history_len": "--fp8_amax_history_len 8"})
     weak = Source(
-        {"margin": 5, "interval": 3, "exclude": ("x",)}, dict.fromkeys(("margin", "interval", "exclude"), "env")
+        {"margin": 5, "interval": 3, "exclude": ("x",)},
+        dict.fromkeys(("margin", "interval", "exclude"), "env"),
     )
     recipe = fp8_backends.FP8RecipeKwargs(**merged([flags, block, weak]))
-    assert (recipe.amax_history_len, recipe.margin, recipe.interval, recipe.exclude) == (8, 2, 3, ("*.down", "1"))
+    assert (recipe.amax_history_len, recipe.margin, recipe.interval, recipe.exclude) == (
+        8,
+        2,
+        3,
+        ("*.down", "1"),
+    )
     assert recipe.name == "native:delayed+msamp:O2"
     backend = Source({"backend": "native:rowwise"}, {"backend": "--fp8_backend native:rowwise"})
-    with pytest.raises(RecipeError, match="recipe.yaml: amax_history_len=16: amax_history_len is not read"):
+    with pytest.raises(
+        RecipeError, match="recipe.yaml: amax_history_len=16: amax_history_len is not read"
+    ):
         merged([backend, config_source({"backend": "recipe.yaml"}, "accelerate.yaml")])
 
 
@@ -147,8 +191,13 @@ def test_script_overrides_a_file_with_a_warning():
 
 
 def test_compare_keeps_a_file_whole(folder):
-    assert backend_names(["recipe.yaml", "native", "native:dynamic"], "bf16") == ("recipe.yaml", "native:dynamic")
+    assert backend_names(["recipe.yaml", "native", "native:dynamic"], "bf16") == (
+        "recipe.yaml",
+        "native:dynamic",
+    )
     (folder / "other.yaml").write_text("backend: native\nautocast_dtype: bf16\n")
     assert backend_names(["other.yaml"], "bf16") == ("other.yaml",)
-    with pytest.raises(RecipeError, match="other.yaml has autocast_dtype='bf16', and this comparison runs fp32"):
+    with pytest.raises(
+        RecipeError, match="other.yaml has autocast_dtype='bf16', and this comparison runs fp32"
+    ):
         backend_names(["other.yaml"], "fp32")

@@ -71,7 +71,9 @@ def test_keys_of_accelerate_its_wizard_and_ours_are_read(block, name, fields):
     assert accelerate_fields(None, FILE) == {}
 
 
-@pytest.mark.parametrize("backend", ["native:dynamic", "native:mxfp8", "ao", "msamp:O3", "te:blockwise", "auto"])
+@pytest.mark.parametrize(
+    "backend", ["native:dynamic", "native:mxfp8", "ao", "msamp:O3", "te:blockwise", "auto"]
+)
 @pytest.mark.parametrize("block", [TE_QUESTIONS, AO_QUESTIONS, MSAMP_QUESTIONS])
 def test_defaults_of_unread_fields_count_as_not_given(block, backend):
     found = accelerate_fields({**block, "backend": backend}, FILE)
@@ -83,20 +85,25 @@ def test_defaults_of_unread_fields_count_as_not_given(block, backend):
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        ({"backend": "native:dynamic", "margin": 2}, r"fp8_config\.margin=2: margin is not read by native:dynamic"),
-        ({"backend": "ao", "amax_history_length": 16}, "amax_history_length=16: amax_history_len is not read"),
+        ({"backend": "native:dynamic", "margin": 2}, r"fp8_config\.margin=2: margin is not read by "
+                                                     r"native:dynamic"),
+        ({"backend": "ao", "amax_history_length": 16}, "amax_history_length=16: amax_history_len "
+                                                       "is not read"),
         ({"bakend": "AO"}, r"fp8_config\.bakend is not known \(did you mean 'backend'\?\)"),
         ({"amax_history": 3}, "did you mean 'amax_history_len'"),
         ({"fp8_parms": True}, "did you mean 'fp8_params'"),
         ({"optimisation_level": "O1"}, "did you mean 'optimization_level'"),
-        ({"module_filter_func": "f"}, r"takes a Python object.*FP8RecipeKwargs\(module_filter_func="),
+        ({"module_filter_func": "f"}, r"takes a Python "
+                                      r"object.*FP8RecipeKwargs\(module_filter_func="),
         ({"config": {}}, "takes a Python object"),
-        ({"backend": "natve"}, r"fp8_config\.backend='natve': unknown backend .*did you mean 'native'"),
+        ({"backend": "natve"}, r"fp8_config\.backend='natve': unknown backend .*did you mean "
+                               r"'native'"),
         ({"backend": "te", "opt_level": "O1"}, "O1 selects no level by itself"),
         ({"backend": "ao+msamp"}, "ao goes with O0 only"),
         ({"scaling": "rowise"}, r"fp8_config\.scaling='rowise': .*did you mean 'rowwise'"),
         ({"backend": "te:delayed", "scaling": "dynamic"}, "says delayed and scaling says dynamic"),
-        ({"backend": "te", "use_mxfp8_block_scaling": True, "scaling": "delayed"}, "disagrees with"),
+        ({"backend": "te", "use_mxfp8_block_scaling": True, "scaling": "delayed"}, "disagrees "
+                                                                                   "with"),
         ({"margin": "many"}, "must be a whole number"),
         ({"fp8_margin": 1, "margin": 2}, r"margin=2 disagrees with .*fp8_margin=1"),
         ({"backend": 3}, "backend must be a word"),
@@ -123,7 +130,12 @@ def test_higher_priority_source_wins_per_field():
     in_file = config_source({"backend": "native:delayed", "margin": 1, "interval": 2}, FILE)
     environment = Source({"margin": 9, "interval": 9, "amax_history_len": 9}, {})
     found = recipe(flags(margin=3), in_file, environment)
-    assert (found.name, found.margin, found.interval, found.amax_history_len) == ("native:delayed", 3, 2, 9)
+    assert (found.name, found.margin, found.interval, found.amax_history_len) == (
+        "native:delayed",
+        3,
+        2,
+        9,
+    )
 
 
 def test_explicit_default_still_wins():
@@ -154,14 +166,23 @@ def test_parts_of_a_backends_name_are_fields_too(strong, weak, name):
 
 def test_lower_priority_fields_must_suit_the_chosen_backend():
     in_file = config_source(TE_QUESTIONS | {"amax_history_length": 16}, FILE)
-    with pytest.raises(RecipeError, match=rf"{FILE}: fp8_config\.amax_history_length=16: .*native:rowwise"):
+    with pytest.raises(
+        RecipeError, match=rf"{FILE}: fp8_config\.amax_history_length=16: .*native:rowwise"
+    ):
         recipe(flags(backend="native:rowwise"), in_file)
-    with pytest.raises(RecipeError, match=rf"{FILE}: fp8_config\.scaling='rowwise': .*te has no scaling"):
-        recipe(flags(backend="te"), config_source({"backend": "native", "scaling": "rowwise"}, FILE))
+    with pytest.raises(
+        RecipeError, match=rf"{FILE}: fp8_config\.scaling='rowwise': .*te has no scaling"
+    ):
+        recipe(
+            flags(backend="te"), config_source({"backend": "native", "scaling": "rowwise"}, FILE)
+        )
 
 
 def test_auto_accepts_fields_of_any_candidate():
-    assert merged([flags(scaling="rowwise", include=("a",))]) == {"scaling": "rowwise", "include": ("a",)}
+    assert merged([flags(scaling="rowwise", include=("a",))]) == {
+        "scaling": "rowwise",
+        "include": ("a",),
+    }
     with pytest.raises(RecipeError, match="--fp8_pad_inner_dim: pad_inner_dim is not read by"):
         merged([flags(pad_inner_dim=True)])
 
@@ -174,7 +195,12 @@ LAUNCHED = {"backend": "native:delayed", "margin": 1, "interval": 2}
 def test_code_overrides_launch_per_field_with_one_warning():
     handler = fp8_backends.FP8RecipeKwargs(margin=3, amax_history_len=8)
     recipe, warning = code_over_launch(handler, LAUNCHED)
-    assert (recipe.name, recipe.margin, recipe.interval, recipe.amax_history_len) == ("native:delayed", 3, 2, 8)
+    assert (recipe.name, recipe.margin, recipe.interval, recipe.amax_history_len) == (
+        "native:delayed",
+        3,
+        2,
+        8,
+    )
     assert "FP8RecipeKwargs in the script says margin=3" in warning and "margin=1" in warning
     assert "interval" not in warning and "\n" not in warning
 
@@ -205,14 +231,34 @@ def test_code_naming_another_backend_ignores_launch(handler):
 @pytest.mark.parametrize(
     ("handler", "launched", "name", "warns"),
     [
-        (fp8_backends.TERecipeKwargs(margin=2), {"backend": "te+msamp:O3"}, "te:delayed+msamp:O3", False),
-        (fp8_backends.MSAMPRecipeKwargs(rounding="nearest"), {"backend": "msamp:O3"}, "msamp:O3", False),
+        (
+            fp8_backends.TERecipeKwargs(margin=2),
+            {"backend": "te+msamp:O3"},
+            "te:delayed+msamp:O3",
+            False,
+        ),
+        (
+            fp8_backends.MSAMPRecipeKwargs(rounding="nearest"),
+            {"backend": "msamp:O3"},
+            "msamp:O3",
+            False,
+        ),
         (fp8_backends.MSAMPRecipeKwargs(opt_level="O1"), {"backend": "msamp:O3"}, "msamp:O1", True),
         (fp8_backends.TERecipeKwargs(margin=2), {}, "te:delayed", False),
         (fp8_backends.FP8RecipeKwargs(opt_level="O1"), {"backend": "native"}, "msamp:O1", False),
         (accelerate.utils.MSAMPRecipeKwargs(), {"backend": "msamp:O3"}, "msamp:O3", False),
-        (accelerate.utils.MSAMPRecipeKwargs(opt_level="O1"), {"backend": "msamp:O3"}, "msamp:O1", True),
-        (accelerate.utils.AORecipeKwargs(), {"backend": "ao:rowwise", "pad_inner_dim": False}, "ao:rowwise", False),
+        (
+            accelerate.utils.MSAMPRecipeKwargs(opt_level="O1"),
+            {"backend": "msamp:O3"},
+            "msamp:O1",
+            True,
+        ),
+        (
+            accelerate.utils.AORecipeKwargs(),
+            {"backend": "ao:rowwise", "pad_inner_dim": False},
+            "ao:rowwise",
+            False,
+        ),
         (accelerate.utils.AORecipeKwargs(), {"backend": "native"}, "ao:tensorwise", True),
     ],
 )
@@ -222,7 +268,9 @@ def test_handler_without_other_backend_completes_launch(handler, launched, name,
 
 
 def test_launch_field_unread_by_script_backend_is_named():
-    with pytest.raises(RecipeError, match="margin of fp8-backends launch: margin is not read by native:dynamic"):
+    with pytest.raises(
+        RecipeError, match="margin of fp8-backends launch: margin is not read by native:dynamic"
+    ):
         code_over_launch(fp8_backends.FP8RecipeKwargs(backend="native:dynamic"), {"margin": 2})
 
 
@@ -237,7 +285,9 @@ def test_variables_set_by_script_under_launch_are_named(monkeypatch, caplog):
 def test_handler_over_invalid_launch_is_named(monkeypatch):
     monkeypatch.setenv("FP8_BACKENDS_RECIPE", "te")
     arguments = {"mixed_precision": "fp8", "kwargs_handlers": [fp8_backends.NativeRecipeKwargs()]}
-    with pytest.raises(RecipeError, match="NativeRecipeKwargs in the script, with FP8_BACKENDS_RECIPE"):
+    with pytest.raises(
+        RecipeError, match="NativeRecipeKwargs in the script, with FP8_BACKENDS_RECIPE"
+    ):
         asked_recipe(arguments)
 
 
@@ -247,17 +297,61 @@ def test_handler_over_invalid_launch_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("handler", "variables", "name", "fields", "warning"),
     [
-        (fp8_backends.TERecipeKwargs(margin=2), {"BACKEND": "te", "AMAX_HISTORY_LEN": "16"}, "te:delayed", (2, 16), ""),
-        (fp8_backends.TERecipeKwargs(margin=2), {"MARGIN": "3"}, "te:delayed", (2, 1024), "margin=2, ACCELERATE_FP8_"),
-        (fp8_backends.NativeRecipeKwargs(), {"BACKEND": "ao"}, "native:dynamic", (0, 1024), "said backend='ao'"),
-        (accelerate.utils.AORecipeKwargs(), {"BACKEND": "native"}, "ao:tensorwise", (0, 1024), "said backend='native'"),
-        (accelerate.utils.AORecipeKwargs(), {"BACKEND": "AO", "MARGIN": "1"}, "ao:tensorwise", (0, 1024), ""),
-        (fp8_backends.FP8RecipeKwargs(margin=1), {"BACKEND": "native:delayed"}, "native:delayed", (1, 1024), ""),
-        (fp8_backends.FP8RecipeKwargs("native:dynamic"), {"SCALING": "current"}, "native:dynamic", (0, 1024), ""),
+        (
+            fp8_backends.TERecipeKwargs(margin=2),
+            {"BACKEND": "te", "AMAX_HISTORY_LEN": "16"},
+            "te:delayed",
+            (2, 16),
+            "",
+        ),
+        (
+            fp8_backends.TERecipeKwargs(margin=2),
+            {"MARGIN": "3"},
+            "te:delayed",
+            (2, 1024),
+            "margin=2, ACCELERATE_FP8_",
+        ),
+        (
+            fp8_backends.NativeRecipeKwargs(),
+            {"BACKEND": "ao"},
+            "native:dynamic",
+            (0, 1024),
+            "said backend='ao'",
+        ),
+        (
+            accelerate.utils.AORecipeKwargs(),
+            {"BACKEND": "native"},
+            "ao:tensorwise",
+            (0, 1024),
+            "said backend='native'",
+        ),
+        (
+            accelerate.utils.AORecipeKwargs(),
+            {"BACKEND": "AO", "MARGIN": "1"},
+            "ao:tensorwise",
+            (0, 1024),
+            "",
+        ),
+        (
+            fp8_backends.FP8RecipeKwargs(margin=1),
+            {"BACKEND": "native:delayed"},
+            "native:delayed",
+            (1, 1024),
+            "",
+        ),
+        (
+            fp8_backends.FP8RecipeKwargs("native:dynamic"),
+            {"SCALING": "current"},
+            "native:dynamic",
+            (0, 1024),
+            "",
+        ),
         (fp8_backends.MSAMPRecipeKwargs(), {"OPT_LEVEL": "O1"}, "msamp:O1", (0, 1024), ""),
     ],
 )
-def test_handler_overrides_environment_with_warning(handler, variables, name, fields, warning, monkeypatch, caplog):
+def test_handler_overrides_environment_with_warning(
+    handler, variables, name, fields, warning, monkeypatch, caplog
+):
     for variable, text in variables.items():
         monkeypatch.setenv(f"ACCELERATE_FP8_{variable}", text)
     recipe = asked_recipe({"mixed_precision": "fp8", "kwargs_handlers": [handler]})
@@ -269,8 +363,16 @@ def test_handler_overrides_environment_with_warning(handler, variables, name, fi
 @pytest.mark.parametrize(
     ("handler", "variables", "said"),
     [
-        (fp8_backends.AORecipeKwargs(), {"MARGIN": "3"}, "AORecipeKwargs in the script.*margin is not read by ao"),
-        (fp8_backends.TERecipeKwargs(), {"OPT_LEVEL": "O1"}, "opt_level of ACCELERATE.*O1 selects no level by itself"),
+        (
+            fp8_backends.AORecipeKwargs(),
+            {"MARGIN": "3"},
+            "AORecipeKwargs in the script.*margin is not read by ao",
+        ),
+        (
+            fp8_backends.TERecipeKwargs(),
+            {"OPT_LEVEL": "O1"},
+            "opt_level of ACCELERATE.*O1 selects no level by itself",
+        ),
     ],
 )
 def test_variables_conflicting_with_handler_are_refused(handler, variables, said, monkeypatch):

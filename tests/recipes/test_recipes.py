@@ -110,12 +110,27 @@ def test_any_other_text_raises_only_recipe_error(text):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nativ", ["did you mean 'native'", "native[:dynamic|delayed|rowwise|", "te[:", "ao[:tensorwise|", "msamp["]),
+        (
+            "nativ",
+            [
+                "did you mean 'native'",
+                "native[:dynamic|delayed|rowwise|",
+                "te[:",
+                "ao[:tensorwise|",
+                "msamp[",
+            ],
+        ),
         ("transformerengine", ["did you mean 'transformer_engine'"]),
-        ("bf16", ["backend 'bf16' names no FP8", 'Accelerator(mixed_precision="bf16")', "no FP8 recipe"]),
+        (
+            "bf16",
+            ["backend 'bf16' names no FP8", 'Accelerator(mixed_precision="bf16")', "no FP8 recipe"],
+        ),
         ("Off", ["backend 'Off' names no FP8"]),
         ("native:rowwize", ["did you mean 'rowwise'", "dynamic (default)"]),
-        ("ao:delayed", ["ao has no scaling 'delayed'", "tensorwise (default), rowwise, rowwise_with_gw_hp"]),
+        (
+            "ao:delayed",
+            ["ao has no scaling 'delayed'", "tensorwise (default), rowwise, rowwise_with_gw_hp"],
+        ),
         ("native:rowwise_with_gw_hp", ["native has no scaling"]),
         ("te:rowwise", ["te has no scaling", "delayed (default)"]),
         ("ao:custom", ["pass config="]),
@@ -161,11 +176,16 @@ def test_auto_reports_its_choice_on_a_gpu_in_one_line(recorded, name, monkeypatc
     with caplog.at_level(logging.INFO, "fp8_backends"):
         assert resolve().name == name
     (record,) = caplog.records
-    assert record.levelno == logging.INFO and f"backend auto: {name} (" in record.message and "9.0" in record.message
+    assert (
+        record.levelno == logging.INFO
+        and f"backend auto: {name} (" in record.message
+        and "9.0" in record.message
+    )
 
 
 def test_auto_chooses_a_compute_reading_the_fields(monkeypatch):
-    """Fields read only by native select native, even without a recorded native training; fields only of ao, ao."""
+    """Fields read only by native select native, even without a recorded native training; fields
+    only of ao, ao."""
     monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.HOPPER)
     assert resolve(FP8RecipeKwargs(scaling="rowwise")).name == "native:rowwise"
     assert resolve(FP8RecipeKwargs(scaling="rowwise_with_gw_hp")).name == "ao:rowwise_with_gw_hp"
@@ -217,7 +237,11 @@ def test_defaults_match_accelerates_handlers():
         assert recipe.override_linear_precision == (False, False, False)
         assert recipe.use_autocast_during_eval is False
         assert recipe.config is recipe.pad_inner_dim is recipe.enable_fsdp_float8_all_gather is None
-        assert (recipe.autocast_dtype, recipe.on_unproven, recipe.gradient_comm) == ("bf16", "raise", None)
+        assert (recipe.autocast_dtype, recipe.on_unproven, recipe.gradient_comm) == (
+            "bf16",
+            "raise",
+            None,
+        )
         assert recipe.include is recipe.exclude is recipe.module_filter_func is None
         assert recipe.level == "O0"
     assert resolve("te:mxfp8").fp8_format == resolve("te:blockwise").fp8_format == "E4M3"
@@ -231,7 +255,11 @@ def test_given_lists_fields_set_by_user():
 
 
 def test_equality_ignores_spelling():
-    assert resolve("native:current") == NativeRecipeKwargs() == FP8RecipeKwargs(backend="native", margin=None)
+    assert (
+        resolve("native:current")
+        == NativeRecipeKwargs()
+        == FP8RecipeKwargs(backend="native", margin=None)
+    )
     assert hash(resolve("native:current")) == hash(NativeRecipeKwargs())
     assert NativeRecipeKwargs(scaling="delayed", margin=0) == resolve("native:delayed")
     assert NativeRecipeKwargs(scaling="delayed", margin=1) != resolve("native:delayed")
@@ -287,8 +315,14 @@ def test_recipe_is_immutable():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: TERecipeKwargs(amax_history=16), ["amax_history is not a field", "did you mean 'amax_history_len'"]),
-        (lambda: TERecipeKwargs(pad_inner_dim=True), ["of AORecipeKwargs", "FP8RecipeKwargs(backend="]),
+        (
+            lambda: TERecipeKwargs(amax_history=16),
+            ["amax_history is not a field", "did you mean 'amax_history_len'"],
+        ),
+        (
+            lambda: TERecipeKwargs(pad_inner_dim=True),
+            ["of AORecipeKwargs", "FP8RecipeKwargs(backend="],
+        ),
         (lambda: TERecipeKwargs(opt_level="O2"), ["of MSAMPRecipeKwargs"]),
         (lambda: AORecipeKwargs(margin=1), ["of TERecipeKwargs and NativeRecipeKwargs"]),
         (lambda: MSAMPRecipeKwargs(optimization_level="O2"), ["did you mean 'opt_level'"]),
@@ -296,19 +330,43 @@ def test_recipe_is_immutable():
         (lambda: resolve({"backend": "te", "amax_len": 3}), ["amax_len is not a field"]),
         (lambda: resolve({"backnd": "te"}), ["did you mean 'backend'"]),
         (lambda: resolve({"backend": 3}), ["backend=3"]),
-        (lambda: FP8RecipeKwargs(backend="ao", margin=1), ["margin is not read by ao:tensorwise", "native:delayed"]),
-        (lambda: FP8RecipeKwargs(backend="ao", fp8_format="E4M3"), ["fp8_format is not read by ao:tensorwise"]),
-        (lambda: FP8RecipeKwargs(backend="native", pad_inner_dim=True), ["pad_inner_dim is not read by", "by ao"]),
+        (
+            lambda: FP8RecipeKwargs(backend="ao", margin=1),
+            ["margin is not read by ao:tensorwise", "native:delayed"],
+        ),
+        (
+            lambda: FP8RecipeKwargs(backend="ao", fp8_format="E4M3"),
+            ["fp8_format is not read by ao:tensorwise"],
+        ),
+        (
+            lambda: FP8RecipeKwargs(backend="native", pad_inner_dim=True),
+            ["pad_inner_dim is not read by", "by ao"],
+        ),
         (
             lambda: FP8RecipeKwargs(backend="ao:rowwise", enable_fsdp_float8_all_gather=True),
             ["enable_fsdp_float8_all_gather is not read by ao:rowwise", "ao:tensorwise"],
         ),
-        (lambda: NativeRecipeKwargs(margin=1), ["margin is not read by native:dynamic", "native:delayed"]),
-        (lambda: NativeRecipeKwargs(scaling="rowwise", interval=2), ["interval is not read by native:rowwise"]),
-        (lambda: TERecipeKwargs(scaling="dynamic", amax_history_len=4), ["amax_history_len is not read by te:dynamic"]),
-        (lambda: FP8RecipeKwargs(backend="msamp", amax_compute_algo="max"), ["not read by msamp:O2"]),
+        (
+            lambda: NativeRecipeKwargs(margin=1),
+            ["margin is not read by native:dynamic", "native:delayed"],
+        ),
+        (
+            lambda: NativeRecipeKwargs(scaling="rowwise", interval=2),
+            ["interval is not read by native:rowwise"],
+        ),
+        (
+            lambda: TERecipeKwargs(scaling="dynamic", amax_history_len=4),
+            ["amax_history_len is not read by te:dynamic"],
+        ),
+        (
+            lambda: FP8RecipeKwargs(backend="msamp", amax_compute_algo="max"),
+            ["not read by msamp:O2"],
+        ),
         (lambda: TERecipeKwargs(interval=2), ["interval=2", "since version 2.4", "native:delayed"]),
-        (lambda: TERecipeKwargs(override_linear_precision=(True, False, False)), ["since version 2.1"]),
+        (
+            lambda: TERecipeKwargs(override_linear_precision=(True, False, False)),
+            ["since version 2.1"],
+        ),
     ],
 )
 def test_unread_field_is_refused_by_name(make, said):
@@ -321,13 +379,28 @@ def test_unread_field_is_refused_by_name(make, said):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: FP8RecipeKwargs(backend="native:dynamic", scaling="delayed"), "says dynamic and scaling says delayed"),
-        (lambda: FP8RecipeKwargs(backend="msamp:O1", opt_level="O2"), "says O1 and opt_level says O2"),
-        (lambda: FP8RecipeKwargs(backend="te:dynamic", use_mxfp8_block_scaling=True), "use_mxfp8_block_scaling"),
+        (
+            lambda: FP8RecipeKwargs(backend="native:dynamic", scaling="delayed"),
+            "says dynamic and scaling says delayed",
+        ),
+        (
+            lambda: FP8RecipeKwargs(backend="msamp:O1", opt_level="O2"),
+            "says O1 and opt_level says O2",
+        ),
+        (
+            lambda: FP8RecipeKwargs(backend="te:dynamic", use_mxfp8_block_scaling=True),
+            "use_mxfp8_block_scaling",
+        ),
         (lambda: FP8RecipeKwargs(backend="te:mxfp8", use_mxfp8_block_scaling=False), "disagree"),
-        (lambda: FP8RecipeKwargs(backend="ao", use_mxfp8_block_scaling=True), "ao has no scaling 'mxfp8'"),
+        (
+            lambda: FP8RecipeKwargs(backend="ao", use_mxfp8_block_scaling=True),
+            "ao has no scaling 'mxfp8'",
+        ),
         (lambda: FP8RecipeKwargs(backend="ao", opt_level="O2"), "ao goes with O0 only"),
-        (lambda: FP8RecipeKwargs(backend="msamp", opt_level="--1"), "opt_level=.--1.: unknown level"),
+        (
+            lambda: FP8RecipeKwargs(backend="msamp", opt_level="--1"),
+            "opt_level=.--1.: unknown level",
+        ),
     ],
 )
 def test_string_contradicting_a_field_is_an_error(make, said):
@@ -383,7 +456,9 @@ def test_wrong_type_or_range_is_refused_at_construction(field, value, said):
 
 @pytest.mark.parametrize("value", ["--1", None])
 def test_error_of_builtin_parser_names_the_field(value):
-    with pytest.raises(RecipeError, match=rf"^headroom={value!r}: headroom must be another value \("):
+    with pytest.raises(
+        RecipeError, match=rf"^headroom={value!r}: headroom must be another value \("
+    ):
         Field("headroom", 0, int, "A field of a backend of one's own.").parsed(value)
 
 
@@ -391,22 +466,38 @@ def test_error_of_builtin_parser_names_the_field(value):
     "value", ["(false, false, true)", "False,False,True", [False, False, True], ("no", 0 == 1, "1")]
 )
 def test_override_linear_precision_accepts_documented_forms(value):
-    assert NativeRecipeKwargs(override_linear_precision=value).override_linear_precision == (False, False, True)
+    assert NativeRecipeKwargs(override_linear_precision=value).override_linear_precision == (
+        False,
+        False,
+        True,
+    )
 
 
 def test_values_ignore_case():
-    recipe = NativeRecipeKwargs(scaling="Delayed", fp8_format="e4m3", amax_compute_algo="MAX", autocast_dtype="FP16")
-    assert (recipe.fp8_format, recipe.amax_compute_algo, recipe.autocast_dtype) == ("E4M3", "max", "fp16")
+    recipe = NativeRecipeKwargs(
+        scaling="Delayed", fp8_format="e4m3", amax_compute_algo="MAX", autocast_dtype="FP16"
+    )
+    assert (recipe.fp8_format, recipe.amax_compute_algo, recipe.autocast_dtype) == (
+        "E4M3",
+        "max",
+        "fp16",
+    )
 
 
 def test_include_and_exclude_take_one_pattern_or_several():
     assert NativeRecipeKwargs(include="*.mlp.*").include == ("*.mlp.*",)
-    assert NativeRecipeKwargs(include="q_proj, k_proj", exclude=("head",)).include == ("q_proj", "k_proj")
+    assert NativeRecipeKwargs(include="q_proj, k_proj", exclude=("head",)).include == (
+        "q_proj",
+        "k_proj",
+    )
 
 
 def test_include_conflicts_with_filter_function():
     assert NativeRecipeKwargs(include="+lm_head, +gate").include == ("+lm_head", "+gate")
-    with pytest.raises(RecipeError, match="adds to the layers that are converted by default.*leave one of the two out"):
+    with pytest.raises(
+        RecipeError,
+        match="adds to the layers that are converted by default.*leave one of the two out",
+    ):
         FP8RecipeKwargs(include="+lm_head", module_filter_func=callable)
 
 
@@ -448,7 +539,9 @@ def stock_te(cls=accelerate.utils.TERecipeKwargs, **fields):
 def test_accelerates_te_handler_is_equivalent():
     """Its default `most_recent`, which it fills in, counts as not given."""
     assert resolve(stock_te()) == TERecipeKwargs()
-    assert resolve(stock_te(margin=2, amax_compute_algo="max")) == TERecipeKwargs(margin=2, amax_compute_algo="max")
+    assert resolve(stock_te(margin=2, amax_compute_algo="max")) == TERecipeKwargs(
+        margin=2, amax_compute_algo="max"
+    )
     assert resolve(stock_te(use_mxfp8_block_scaling=True)).name == "te:mxfp8"
     assert resolve(stock_te(use_mxfp8_block_scaling=True)).fp8_format == "E4M3"
     with pytest.raises(RecipeError, match="no GPU"):
@@ -458,22 +551,29 @@ def test_accelerates_te_handler_is_equivalent():
 
 
 def test_constructed_te_handler_is_equivalent(monkeypatch):
-    monkeypatch.setattr("accelerate.utils.dataclasses.is_transformer_engine_available", lambda: True)
+    monkeypatch.setattr(
+        "accelerate.utils.dataclasses.is_transformer_engine_available", lambda: True
+    )
     stock = accelerate.utils.TERecipeKwargs(fp8_format="e4m3", amax_history_len=16)
     assert resolve(stock) == TERecipeKwargs(fp8_format="E4M3", amax_history_len=16)
 
 
 def test_accelerates_msamp_handler_is_equivalent():
     assert resolve(accelerate.utils.MSAMPRecipeKwargs()) == MSAMPRecipeKwargs()
-    assert resolve(accelerate.utils.MSAMPRecipeKwargs(opt_level="O1")) == MSAMPRecipeKwargs(opt_level="O1")
+    assert resolve(accelerate.utils.MSAMPRecipeKwargs(opt_level="O1")) == MSAMPRecipeKwargs(
+        opt_level="O1"
+    )
 
 
 def test_accelerates_deprecated_fp8_handler_is_equivalent():
-    """Its MS-AMP form needs no TransformerEngine here, and its level is O2 in place of stock's None."""
+    """Its MS-AMP form needs no TransformerEngine here, and its level is O2 in place of stock's
+    None."""
     stock = accelerate.utils.FP8RecipeKwargs
     assert resolve(stock_te(stock, backend="MSAMP", opt_level=None)).name == "msamp:O2"
     assert resolve(stock_te(stock, backend="MSAMP", opt_level="O1")).name == "msamp:O1"
-    assert resolve(stock_te(stock, backend="TE", opt_level=None, margin=1)) == TERecipeKwargs(margin=1)
+    assert resolve(stock_te(stock, backend="TE", opt_level=None, margin=1)) == TERecipeKwargs(
+        margin=1
+    )
     with pytest.raises(RecipeError, match="margin is not read by msamp:O2"):
         resolve(stock_te(stock, backend="MSAMP", opt_level=None, margin=1))
 
@@ -485,7 +585,9 @@ def test_accelerates_ao_handler_is_equivalent():
     assert resolve(stock()) == AORecipeKwargs()
     assert "enable_fsdp_float8_all_gather" not in resolve(stock()).given
     assert resolve(stock(pad_inner_dim=False)) == AORecipeKwargs(pad_inner_dim=False)
-    assert resolve(stock(module_filter_func=only_keep_this)) == AORecipeKwargs(module_filter_func=only_keep_this)
+    assert resolve(stock(module_filter_func=only_keep_this)) == AORecipeKwargs(
+        module_filter_func=only_keep_this
+    )
     config = Float8LinearConfig(pad_inner_dim=True)
     assert resolve(stock(config=config)) == AORecipeKwargs(config=config)
 
@@ -511,15 +613,20 @@ def test_environment_without_fp8_gives_no_recipe():
     assert from_environment(environment(BACKEND="NO")) is None
 
 
-@pytest.mark.parametrize("text", ["ao", "TE", "msamp", "native", "native:delayed", "ao:rowwise", "te+msamp:O1"])
+@pytest.mark.parametrize(
+    "text", ["ao", "TE", "msamp", "native", "native:delayed", "ao:rowwise", "te+msamp:O1"]
+)
 def test_launcher_defaults_count_as_not_given(text):
-    """The launcher exports every option whatever the backend: `ao` with MARGIN=0 is no error, `te` with O2 no level."""
+    """The launcher exports every option whatever the backend: `ao` with MARGIN=0 is no error, `te`
+    with O2 no level."""
     assert from_environment(environment(BACKEND=text)) == resolve(text)
     assert from_environment(environment(BACKEND=text)).given <= {"backend", "scaling", "level"}
 
 
 def test_environment_is_read_in_any_case():
-    recipe = from_environment({"accelerate_fp8_backend": "NATIVE:Delayed", "Accelerate_FP8_Margin": "2"})
+    recipe = from_environment(
+        {"accelerate_fp8_backend": "NATIVE:Delayed", "Accelerate_FP8_Margin": "2"}
+    )
     assert (recipe.name, recipe.margin) == ("native:delayed", 2)
 
 
@@ -558,32 +665,46 @@ def test_every_environment_value_reaches_its_field():
         on_unproven="warn",
     )
     assert from_environment(environment(BACKEND="ao", PAD_INNER_DIM="False")).pad_inner_dim is False
-    assert from_environment(environment(BACKEND="te", USE_MXFP8_BLOCK_SCALING="true")).name == "te:mxfp8"
+    assert (
+        from_environment(environment(BACKEND="te", USE_MXFP8_BLOCK_SCALING="true")).name
+        == "te:mxfp8"
+    )
     assert from_environment(environment(BACKEND="msamp", OPT_LEVEL="O1")).level == "O1"
     assert from_environment(environment(BACKEND="msamp:O1")).level == "O1"
 
 
 def test_file_written_by_accelerate_config_is_read():
     """Stock Accelerate never reads these three keys."""
-    recipe = from_environment(environment(BACKEND="TE", AMAX_HISTORY_LENGTH="32", AMAX_COMPUTE_ALGORITHM="max"))
+    recipe = from_environment(
+        environment(BACKEND="TE", AMAX_HISTORY_LENGTH="32", AMAX_COMPUTE_ALGORITHM="max")
+    )
     assert (recipe.amax_history_len, recipe.amax_compute_algo) == (32, "max")
     assert from_environment(environment(BACKEND="MSAMP", OPTIMIZATION_LEVEL="O1")).level == "O1"
 
 
 def test_documented_override_string_works_and_split_form_is_explained():
     text = "(false, false, true)"
-    whole = from_environment({"ACCELERATE_FP8_BACKEND": "native", "ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION": text})
+    whole = from_environment(
+        {"ACCELERATE_FP8_BACKEND": "native", "ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION": text}
+    )
     assert whole.override_linear_precision == (False, False, True)
     # stock `accelerate launch` makes this of the same string in YAML: its first three letters
     with pytest.raises(RecipeError, match=r"OVERRIDE_FPROP=\(.*write a list"):
-        from_environment(environment(BACKEND="native", OVERRIDE_FPROP="(", OVERRIDE_DGRAD="f", OVERRIDE_WGRAD="a"))
+        from_environment(
+            environment(
+                BACKEND="native", OVERRIDE_FPROP="(", OVERRIDE_DGRAD="f", OVERRIDE_WGRAD="a"
+            )
+        )
 
 
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
         ({"BACKEND": "ao", "MARGIN": "2"}, "margin is not read by ao:tensorwise"),
-        ({"BACKEND": "native", "AMAX_HISTORY_LEN": "16"}, "amax_history_len is not read by native:dynamic"),
+        (
+            {"BACKEND": "native", "AMAX_HISTORY_LEN": "16"},
+            "amax_history_len is not read by native:dynamic",
+        ),
         ({"MARGIN": "2"}, "margin is not read by native:dynamic"),
         ({"BACKEND": "te", "OPT_LEVEL": "O1"}, "OPT_LEVEL=O1 selects no level by itself"),
         ({"OPT_LEVEL": "O1"}, "OPT_LEVEL=O1 selects no level by itself"),

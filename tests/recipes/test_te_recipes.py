@@ -1,4 +1,5 @@
-"""Test recipe fields of TransformerEngine only, its recipe objects, and NeMo's names for the same fields."""
+"""Test recipe fields of TransformerEngine only, its recipe objects, and NeMo's names for the same
+fields."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from fp8_backends import FP8RecipeKwargs, MSAMPRecipeKwargs, NativeRecipeKwargs, RecipeError, TERecipeKwargs, resolve
+from fp8_backends import (
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    NativeRecipeKwargs,
+    RecipeError,
+    TERecipeKwargs,
+    resolve,
+)
 from fp8_backends.recipes.handlers import from_environment
 
 # fp8_params, fp8_dpa, fp8_mha
@@ -19,18 +27,35 @@ def test_te_keeps_fp8_weights_only_on_request():
     assert TERecipeKwargs(fp8_params="true").fp8_params is True
     assert resolve({"backend": "te:blockwise", "fp8_params": True}).name == "te:blockwise"
     assert TERecipeKwargs(fp8_params=True) != TERecipeKwargs()
-    assert from_environment({"ACCELERATE_FP8_BACKEND": "te", "ACCELERATE_FP8_PARAMS": "yes"}).fp8_params is True
+    assert (
+        from_environment(
+            {"ACCELERATE_FP8_BACKEND": "te", "ACCELERATE_FP8_PARAMS": "yes"}
+        ).fp8_params
+        is True
+    )
     assert resolve({"backend": "native:delayed", "fp8_params": False}) == resolve("native:delayed")
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"backend": "ao", "fp8_params": True}, "fp8_params is not read by ao:tensorwise, only by native, te"),
-        ({"backend": "msamp", "fp8_params": True}, "only with weights that no level stores.*or use native$"),
-        ({"backend": "te+msamp:O2", "fp8_params": True}, "only with weights that no level stores.*or use te$"),
+        (
+            {"backend": "ao", "fp8_params": True},
+            "fp8_params is not read by ao:tensorwise, only by native, te",
+        ),
+        (
+            {"backend": "msamp", "fp8_params": True},
+            "only with weights that no level stores.*or use native$",
+        ),
+        (
+            {"backend": "te+msamp:O2", "fp8_params": True},
+            "only with weights that no level stores.*or use te$",
+        ),
         ({"backend": "te", "fp8_params": "perhaps"}, "must be True or False"),
-        ({"backend": "te", "rounding": "nearest"}, r"only with a level O1 to O4.* use te\+msamp:O2"),
+        (
+            {"backend": "te", "rounding": "nearest"},
+            r"only with a level O1 to O4.* use te\+msamp:O2",
+        ),
         ({"backend": "te", "shard_states": True}, r"only with a level O1 to O4.* use te\+msamp:O2"),
     ],
 )
@@ -43,7 +68,10 @@ def test_fields_contradicting_the_backend_are_refused_with_fix(fields, said):
 def test_fp8_attention_is_refused_with_reason_and_fix(name):
     for backend in ("te", "native:delayed", "ao", "msamp"):
         assert resolve({"backend": backend, name: False}) == resolve(backend)
-        with pytest.raises(RecipeError, match=rf"{name}=True cannot be honoured: .*Linear layers.*DotProductAttention"):
+        with pytest.raises(
+            RecipeError,
+            match=rf"{name}=True cannot be honoured: .*Linear layers.*DotProductAttention",
+        ):
             resolve({"backend": backend, name: True})
     with pytest.raises(RecipeError, match="DotProductAttention"):
         TERecipeKwargs(**{name: True})
@@ -60,7 +88,9 @@ def test_nemos_names_map_one_to_one():
         "fp8_amax_compute_algo": "max",
         "fp8_params": True,
     }
-    ours = TERecipeKwargs(fp8_format="HYBRID", margin=2, amax_history_len=16, amax_compute_algo="max", fp8_params=True)
+    ours = TERecipeKwargs(
+        fp8_format="HYBRID", margin=2, amax_history_len=16, amax_compute_algo="max", fp8_params=True
+    )
     assert resolve(nemo) == resolve({"backend": "te", **nemo}) == TERecipeKwargs(**nemo) == ours
     assert resolve({"fp8": "e4m3"}) == TERecipeKwargs(fp8_format="E4M3")
     twin = resolve({**nemo, "backend": "native:delayed", "fp8_params": False})
@@ -71,11 +101,21 @@ def test_nemos_names_map_one_to_one():
 
 def test_megatrons_additional_names_map_one_to_one():
     assert resolve({"fp8": "e4m3", "fp8_recipe": "tensorwise"}).name == "te:dynamic"
-    assert resolve({"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True}).fp8_params is True
-    assert resolve({"fp8": "hybrid", "fp8_wgrad": False}).override_linear_precision == (False, False, True)
+    assert (
+        resolve({"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True}).fp8_params
+        is True
+    )
+    assert resolve({"fp8": "hybrid", "fp8_wgrad": False}).override_linear_precision == (
+        False,
+        False,
+        True,
+    )
     assert resolve({"fp8": "hybrid", "fp8_wgrad": True}) == TERecipeKwargs()
     assert resolve({"fp8": "hybrid", "fp8_margin": None}).given == {"backend", "fp8_format"}
-    assert resolve({"fp8": "hybrid", "fp8_dot_product_attention": False, "fp8_interval": 1}) == TERecipeKwargs()
+    assert (
+        resolve({"fp8": "hybrid", "fp8_dot_product_attention": False, "fp8_interval": 1})
+        == TERecipeKwargs()
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,11 +124,17 @@ def test_megatrons_additional_names_map_one_to_one():
         ({"fp8": None, "fp8_margin": 1}, "fp8=None turns FP8 off in NeMo: train in bf16"),
         ({"fp8": False}, "fp8=False turns FP8 off"),
         ({"fp8": "e5m2"}, "fp8: fp8_format='e5m2'.*no GPU"),
-        ({"fp8": "hybrid", "fp8_amax_compute_algo": "mean"}, "fp8_amax_compute_algo: amax_compute_algo='mean'"),
+        (
+            {"fp8": "hybrid", "fp8_amax_compute_algo": "mean"},
+            "fp8_amax_compute_algo: amax_compute_algo='mean'",
+        ),
         ({"fp8_margin": 1, "margin": 2}, "fp8_margin=1 and margin=2 are two names of one field"),
         ({"fp8": "hybrid", "fp8_interval": 4}, "interval=4"),
         ({"fp8": "hybrid", "fp8_wgrad": "perhaps"}, "fp8_wgrad: must be True or False"),
-        ({"fp8": "hybrid", "fp8_multi_head_attention": True}, "fp8_multi_head_attention=True.*Linear layers"),
+        (
+            {"fp8": "hybrid", "fp8_multi_head_attention": True},
+            "fp8_multi_head_attention=True.*Linear layers",
+        ),
         ({"fp8": "hybrid", "fp8_recipe": "custom"}, "te has no scaling 'custom'"),
         ({"fp8": "hybrid", "fp8_wgrat": True}, "fp8_wgrat is not a field"),
     ],
@@ -113,14 +159,23 @@ DELAYED_AS_NEMO = {
         ({"--fp8-format": "hybrid", "--fp8-margin": 2}, {"backend": "te", "margin": 2}),
         ({"--fp8-format": "e4m3"}, {"backend": "te", "fp8_format": "E4M3"}),
         ({"fp8-recipe": "mxfp8"}, {"backend": "te:mxfp8"}),
-        ({"fp8": "hybrid", "no-fp8-wgrad": True}, {"backend": "te", "override_linear_precision": (False, False, True)}),
-        ({"fp8": "hybrid", "tp_only_amax_red": False, "fp8_quantizer_factory": None}, {"backend": "te"}),
+        (
+            {"fp8": "hybrid", "no-fp8-wgrad": True},
+            {"backend": "te", "override_linear_precision": (False, False, True)},
+        ),
+        (
+            {"fp8": "hybrid", "tp_only_amax_red": False, "fp8_quantizer_factory": None},
+            {"backend": "te"},
+        ),
         (
             {"fp8": "hybrid", "first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 1},
             {"backend": "te"},
         ),
         ({"fp8": "hybrid", "fp8_param": True}, {"backend": "te", "fp8_params": True}),
-        ({"fp8": "hybrid", "first_last_layers_bf16": True}, {"backend": "te", "layers": {"first": 1, "last": 1}}),
+        (
+            {"fp8": "hybrid", "first_last_layers_bf16": True},
+            {"backend": "te", "layers": {"first": 1, "last": 1}},
+        ),
         (
             {"fp8": "hybrid", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0},
             {"backend": "te", "layers": "last=1"},
@@ -132,11 +187,20 @@ DELAYED_AS_NEMO = {
         ),
         ({"precision": "bf16_with_fp8_mixed"}, DELAYED_AS_NEMO),
         ({"backend": "bf16-with-fp8-mixed"}, DELAYED_AS_NEMO),
-        ({"mixed_precision": "bf16_with_fp8_delayed_scaling_mixed", "fp8_margin": 1}, {**DELAYED_AS_NEMO, "margin": 1}),
-        ({"precision": "bf16_with_fp8_mixed", "fp8_amax_history_len": 4}, {**DELAYED_AS_NEMO, "amax_history_len": 4}),
+        (
+            {"mixed_precision": "bf16_with_fp8_delayed_scaling_mixed", "fp8_margin": 1},
+            {**DELAYED_AS_NEMO, "margin": 1},
+        ),
+        (
+            {"precision": "bf16_with_fp8_mixed", "fp8_amax_history_len": 4},
+            {**DELAYED_AS_NEMO, "amax_history_len": 4},
+        ),
         ({"precision": "fp16_with_fp8_mixed"}, {**DELAYED_AS_NEMO, "autocast_dtype": "fp16"}),
         ({"precision": "bf16_with_mxfp8_mixed"}, {"backend": "te:mxfp8"}),
-        ({"precision": "bf16_with_fp8_subchannel_scaling_mixed"}, {"backend": "te:blockwise", "fp8_format": "HYBRID"}),
+        (
+            {"precision": "bf16_with_fp8_subchannel_scaling_mixed"},
+            {"backend": "te:blockwise", "fp8_format": "HYBRID"},
+        ),
     ],
 )
 def test_megatrons_spellings_and_precision_plugins(theirs, ours):
@@ -150,12 +214,27 @@ def test_plugin_accepts_backend_string():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"fp8": "hybrid", "first_last_layers_bf16": True, "layers": {"a": "bf16"}}, "both name layers"),
-        ({"fp8": "hybrid", "num_layers_at_end_in_bf16": 2}, "only with first_last_layers_bf16=True"),
+        (
+            {"fp8": "hybrid", "first_last_layers_bf16": True, "layers": {"a": "bf16"}},
+            "both name layers",
+        ),
+        (
+            {"fp8": "hybrid", "num_layers_at_end_in_bf16": 2},
+            "only with first_last_layers_bf16=True",
+        ),
         ({"fp8": "hybrid", "tp_only_amax_red": True}, "tp_only_amax_red=True.*all ranks share"),
-        ({"fp8": "hybrid", "fp8_quantizer_factory": "mine.make"}, "fp8_quantizer_factory='mine.make'.*register"),
-        ({"fp8": "hybrid", "reuse_grad_buf_for_mxfp8_param_ag": True}, "reuse_grad_buf_for_mxfp8_param_ag=True"),
-        ({"fp8": "hybrid", "fp4": "nvfp4"}, "fp4='nvfp4' cannot be honoured: use native:nvfp4, experimental"),
+        (
+            {"fp8": "hybrid", "fp8_quantizer_factory": "mine.make"},
+            "fp8_quantizer_factory='mine.make'.*register",
+        ),
+        (
+            {"fp8": "hybrid", "reuse_grad_buf_for_mxfp8_param_ag": True},
+            "reuse_grad_buf_for_mxfp8_param_ag=True",
+        ),
+        (
+            {"fp8": "hybrid", "fp4": "nvfp4"},
+            "fp4='nvfp4' cannot be honoured: use native:nvfp4, experimental",
+        ),
         ({"precision": "bf16_with_fp8_mixt"}, "did you mean 'bf16_with_fp8_mixed'"),
         ({"precision": "bf16_mixed"}, "precision='bf16_mixed' is no FP8 precision"),
         ({"precision": "bf16_with_fp8_mixed", "mixed_precision": "x"}, "name a precision both"),
@@ -174,8 +253,8 @@ def test_levels_refuse_te_names():
         MSAMPRecipeKwargs(fp8_margin=1)
 
 
-# TransformerEngine's recipe objects, known by class name: the library itself is not needed. Its real classes are
-# gone through field by field in te/inside/test_recipe_objects.py
+# TransformerEngine's recipe objects, known by class name: the library itself is not needed. Its
+# real classes are gone through field by field in te/inside/test_recipe_objects.py
 
 
 class Format(enum.Enum):
@@ -183,7 +262,9 @@ class Format(enum.Enum):
 
 
 def recipe_class(name: str, **fields: Any) -> type:
-    return dataclasses.make_dataclass(name, [(n, Any, dataclasses.field(default=v)) for n, v in fields.items()])
+    return dataclasses.make_dataclass(
+        name, [(n, Any, dataclasses.field(default=v)) for n, v in fields.items()]
+    )
 
 
 DelayedScaling = recipe_class(
@@ -197,9 +278,13 @@ DelayedScaling = recipe_class(
     fp8_dpa=False,
     backward_override=None,
 )
-Float8CurrentScaling = recipe_class("Float8CurrentScaling", fp8_format=Format.HYBRID, use_power_2_scales=False)
+Float8CurrentScaling = recipe_class(
+    "Float8CurrentScaling", fp8_format=Format.HYBRID, use_power_2_scales=False
+)
 Float8CurrentScaling.fp8_quant_fwd_inp = ("power_2_scale", False)
-Float8BlockScaling = recipe_class("Float8BlockScaling", fp8_format=Format.E4M3, x_block_scaling_dim=1)
+Float8BlockScaling = recipe_class(
+    "Float8BlockScaling", fp8_format=Format.E4M3, x_block_scaling_dim=1
+)
 MXFP8BlockScaling = recipe_class("MXFP8BlockScaling", fp8_format=Format.E4M3, margin=0)
 
 
@@ -211,8 +296,12 @@ def with_attribute(recipe: Any, name: str, value: Any) -> Any:
 def test_te_recipe_object_keeps_its_values():
     recipe = resolve(DelayedScaling(margin=1, amax_history_len=4))
     assert (recipe.name, recipe.margin, recipe.amax_history_len) == ("te:delayed", 1, 4)
-    assert recipe.amax_compute_algo == "max", "the default of TransformerEngine's class is not that of Accelerate"
-    assert resolve(DelayedScaling(amax_compute_algo="most_recent")).amax_compute_algo == "most_recent"
+    assert recipe.amax_compute_algo == "max", (
+        "the default of TransformerEngine's class is not that of Accelerate"
+    )
+    assert (
+        resolve(DelayedScaling(amax_compute_algo="most_recent")).amax_compute_algo == "most_recent"
+    )
     current = resolve(Float8CurrentScaling(fp8_format=Format.E4M3))
     assert (current.name, current.fp8_format) == ("te:dynamic", "E4M3")
     assert resolve(Float8BlockScaling()) == resolve("te:blockwise")
@@ -225,22 +314,45 @@ class OfTheUser(DelayedScaling):
 
 def test_subclass_of_te_recipe_gives_same_recipe():
     assert resolve(OfTheUser(margin=3)).margin == 3
-    with pytest.raises(RecipeError, match=r"DelayedScaling.mine=1 cannot be honoured: its class has no such field"):
+    with pytest.raises(
+        RecipeError, match=r"DelayedScaling.mine=1 cannot be honoured: its class has no such field"
+    ):
         resolve(with_attribute(OfTheUser(), "mine", 1))
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (DelayedScaling(amax_compute_algo=len), "amax_compute_algo must be one of max, most_recent: with a function"),
-        (DelayedScaling(scaling_factor_compute_algo=len), "scaling_factor_compute_algo=.* fused update"),
-        (DelayedScaling(reduce_amax=False), "reduce_amax=False cannot be honoured: each rank .*leave it True"),
+        (
+            DelayedScaling(amax_compute_algo=len),
+            "amax_compute_algo must be one of max, most_recent: with a function",
+        ),
+        (
+            DelayedScaling(scaling_factor_compute_algo=len),
+            "scaling_factor_compute_algo=.* fused update",
+        ),
+        (
+            DelayedScaling(reduce_amax=False),
+            "reduce_amax=False cannot be honoured: each rank .*leave it True",
+        ),
         (DelayedScaling(fp8_dpa=True), "fp8_dpa=True cannot be honoured.*DotProductAttention"),
         (DelayedScaling(fp8_format=Format.E5M2), "no GPU"),
-        (DelayedScaling(backward_override="dequantized"), "override_linear_precision=.False, True, True."),
-        (Float8CurrentScaling(use_power_2_scales=True), "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES in the environment"),
-        (with_attribute(Float8CurrentScaling(), "fp8_quant_fwd_inp", ("power_2_scale", True)), "fp8_quant_fwd_inp="),
-        (Float8BlockScaling(x_block_scaling_dim=2), "x_block_scaling_dim=2 .* has 1, and only that"),
+        (
+            DelayedScaling(backward_override="dequantized"),
+            "override_linear_precision=.False, True, True.",
+        ),
+        (
+            Float8CurrentScaling(use_power_2_scales=True),
+            "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES in the environment",
+        ),
+        (
+            with_attribute(Float8CurrentScaling(), "fp8_quant_fwd_inp", ("power_2_scale", True)),
+            "fp8_quant_fwd_inp=",
+        ),
+        (
+            Float8BlockScaling(x_block_scaling_dim=2),
+            "x_block_scaling_dim=2 .* has 1, and only that",
+        ),
         (MXFP8BlockScaling(margin=2), "margin=2"),
         (recipe_class("NVFP4BlockScaling")(), "no FP8 recipe"),
         (recipe_class("CustomRecipe")(), "no FP8 recipe"),
@@ -253,6 +365,8 @@ def test_unsupported_te_recipe_object_is_refused_by_name(spec, said):
 
 def test_backward_override_in_environment_is_not_a_default():
     """NVTE_BACKWARD_OVERRIDE changes the default of the class itself."""
-    changed = recipe_class("Float8CurrentScaling", fp8_format=Format.HYBRID, backward_override="high_precision")
+    changed = recipe_class(
+        "Float8CurrentScaling", fp8_format=Format.HYBRID, backward_override="high_precision"
+    )
     with pytest.raises(RecipeError, match="backward_override='high_precision'"):
         resolve(changed())

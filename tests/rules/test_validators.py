@@ -15,7 +15,8 @@ from fp8_backends.rules import RULES, THEMES, Machine, Setup, refuse
 
 
 def rules(spec, model=None, *, chip="hopper", **setup):
-    """Return the findings of `validate` by rule: for a Hopper GPU with new libraries, or this machine (None)."""
+    """Return the findings of `validate` by rule: for a Hopper GPU with new libraries, or this
+    machine (None)."""
     return {finding.rule: finding for finding in validate(spec, model, chip=chip, **setup)}
 
 
@@ -37,7 +38,9 @@ class Large(nn.Sequential):
     """Hold 4.3 billion parameters without memory."""
 
     def __init__(self, layers=16):
-        super().__init__(*(nn.Linear(16384, 16384, bias=False, device="meta") for _ in range(layers)))
+        super().__init__(
+            *(nn.Linear(16384, 16384, bias=False, device="meta") for _ in range(layers))
+        )
 
 
 def test_missing_fp8_hardware_recommends_bf16():
@@ -94,7 +97,10 @@ def test_worst_findings_come_first_and_each_has_a_fix():
 # TransformerEngine
 
 
-TE_RULES = {rule.name for rule in THEMES["TransformerEngine"]} | {"fp8_params_sharded", "fp8_params_trains"}
+TE_RULES = {rule.name for rule in THEMES["TransformerEngine"]} | {
+    "fp8_params_sharded",
+    "fp8_params_trains",
+}
 
 
 def te_rules(spec, **setup):
@@ -148,7 +154,9 @@ def test_fp8_weights_must_be_frozen_and_unsharded():
         assert found.severity == "error" and "DDP" in found.fix and "te+msamp:O4" in found.fix
         assert not te_rules("te", parallel=parallel)
     assert not te_rules(spec) and not te_rules(spec, parallel="ddp")
-    model = nn.Sequential(nn.Linear(8192, 8192, device="meta"), nn.Linear(8192, 8192, device="meta"))
+    model = nn.Sequential(
+        nn.Linear(8192, 8192, device="meta"), nn.Linear(8192, 8192, device="meta")
+    )
     assert te_rules(spec, model=model) == {"fp8_params_trains"} and not te_rules("te", model=model)
     model[0].requires_grad_(False)
     assert te_rules(spec, model=model) == {"fp8_params_trains"}
@@ -187,7 +195,9 @@ GATHERED = {"backend": "ao", "enable_fsdp_float8_all_gather": True}
 GRADIENTS = {"backend": "native", "gradient_comm": "fp8"}
 ACTIVATIONS = {"backend": "native", "activation_comm": "fp8"}
 WEIGHTS = {"backend": "native", "enable_fsdp_float8_all_gather": True}
-BF16, FP16, FP32 = ({"backend": "native", "autocast_dtype": name} for name in ("bf16", "fp16", "fp32"))
+BF16, FP16, FP32 = (
+    {"backend": "native", "autocast_dtype": name} for name in ("bf16", "fp16", "fp32")
+)
 RELEASED = {"backend": "msamp:O2", "gradient_release": True}
 SHARED = {"tensor_parallel": 2}
 RECOMPUTED_ON_ADA = {"chip": "ada", "activation_checkpointing": True}
@@ -197,21 +207,44 @@ CASES = [
     # rule, (spec, setup) that fires, (spec, setup) that does not, words of the finding
     ("ao_without_compile", ("ao", {}), ("ao", {"compiled": "regional"}), ""),
     ("ao_without_compile", ("ao", {}), ("native", {}), ""),
-    ("ao_ddp_full_compile", ("ao", {**DDP, "compiled": "full"}), ("ao", {**DDP, "compiled": "regional"}), ""),
-    ("ao_ddp_full_compile", ("ao", {**DDP, "compiled": "full"}), ("native", {**DDP, "compiled": "full"}), ""),
+    (
+        "ao_ddp_full_compile",
+        ("ao", {**DDP, "compiled": "full"}),
+        ("ao", {**DDP, "compiled": "regional"}),
+        "",
+    ),
+    (
+        "ao_ddp_full_compile",
+        ("ao", {**DDP, "compiled": "full"}),
+        ("native", {**DDP, "compiled": "full"}),
+        "",
+    ),
     ("all_gather_without_fsdp2", (GATHERED, DDP), (GATHERED, FSDP2), ""),
     ("all_gather_without_fsdp2", (GATHERED, DDP), ("ao", DDP), ""),
     ("fp16_autocast", (FP16, {}), ("native", {}), ""),
     (
         "small_layers",
         ("native", {"model": nn.Linear(256, 256)}),
-        ("native", {"model": nn.Sequential(nn.Linear(64, 64), nn.Linear(4096, 4096, device="meta"))}),
+        (
+            "native",
+            {"model": nn.Sequential(nn.Linear(64, 64), nn.Linear(4096, 4096, device="meta"))},
+        ),
         "256 -> 256",
     ),
     ("fsdp1", ("native:delayed", FSDP1), ("native:delayed", FSDP2), ""),
     ("o3_alone", ("msamp:O3", {"world_size": 1}), ("msamp:O3", {"world_size": 2}), ""),
-    ("shared_states_saving", ("msamp:O4", DDP), ({"backend": "msamp:O3", "shard_states": False}, DDP), ""),
-    ("tensor_parallel", ("native", {**DS, **SHARED}), ("native", {**FSDP2, **SHARED}), "2 ranks share layers"),
+    (
+        "shared_states_saving",
+        ("msamp:O4", DDP),
+        ({"backend": "msamp:O3", "shard_states": False}, DDP),
+        "",
+    ),
+    (
+        "tensor_parallel",
+        ("native", {**DS, **SHARED}),
+        ("native", {**FSDP2, **SHARED}),
+        "2 ranks share layers",
+    ),
     ("tpu", ("native", {"parallel": "tpu"}), ("native", DDP), ""),
     (
         "efficient_loading_buffers",
@@ -219,7 +252,12 @@ CASES = [
         ("native", {**FSDP2, "model": Buffered(False), "cpu_ram_efficient_loading": True}),
         "here: table",
     ),
-    ("ddp_nothing_left", ("msamp:O1", {**DDP, "model": Large(1)}), ("msamp:O1", {**DDP, "model": with_head(64)}), ""),
+    (
+        "ddp_nothing_left",
+        ("msamp:O1", {**DDP, "model": Large(1)}),
+        ("msamp:O1", {**DDP, "model": with_head(64)}),
+        "",
+    ),
     (
         "checkpointing_fsdp2_compile",
         ("ao", {**FSDP2, "compiled": "full", "activation_checkpointing": True}),
@@ -266,7 +304,12 @@ CASES = [
         ("native", {"model": nn.Sequential(nn.Linear(64, 50), nn.Linear(64, 64))}),
         "here: 0",
     ),
-    ("layers_off_16", ("te:mxfp8", {"model": Large(1).append(nn.Linear(48, 48))}), ("te", {"model": Large(1)}), ""),
+    (
+        "layers_off_16",
+        ("te:mxfp8", {"model": Large(1).append(nn.Linear(48, 48))}),
+        ("te", {"model": Large(1)}),
+        "",
+    ),
     (
         "vocabulary_off_16",
         ("ao", {"vocab_size": 50257}),
@@ -279,13 +322,48 @@ CASES = [
         ("te", {"model": Large(), "vocab_size": 50257}),  # a classifier, without such a head
         "50257",
     ),
-    ("vocabulary_off_16", ("te:mxfp8", {"vocab_size": 50272 + 16 * 2 - 16}), ("te:mxfp8", {"vocab_size": 50304}), "32"),
-    ("tokens_off_16", ("native", {"sequence_length": 1000}), ("native", {"sequence_length": 1008}), "1008"),
-    ("tokens_unpadded", (AO_UNPADDED, {"sequence_length": 1000}), ("ao", {"sequence_length": 1000}), "1000"),
-    ("quantized_base", ("native", {"quantized_base": True}), ("native", {"quantized_base": False}), ""),
-    ("level_optimizer", ("msamp:O2", {"optimizer": "adamw_bnb_8bit"}), ("msamp:O2", {"optimizer": "AdamW"}), "bnb"),
-    ("level_optimizer", ("msamp:O2", {"optimizer": "adafactor"}), ("msamp:O2", {"optimizer": "SGD"}), "adafactor"),
-    ("level_optimizer", ("te+msamp", {"optimizer": "ao_adamw_fp8"}), ("te", {"optimizer": "ao_adamw_fp8"}), "fp8"),
+    (
+        "vocabulary_off_16",
+        ("te:mxfp8", {"vocab_size": 50272 + 16 * 2 - 16}),
+        ("te:mxfp8", {"vocab_size": 50304}),
+        "32",
+    ),
+    (
+        "tokens_off_16",
+        ("native", {"sequence_length": 1000}),
+        ("native", {"sequence_length": 1008}),
+        "1008",
+    ),
+    (
+        "tokens_unpadded",
+        (AO_UNPADDED, {"sequence_length": 1000}),
+        ("ao", {"sequence_length": 1000}),
+        "1000",
+    ),
+    (
+        "quantized_base",
+        ("native", {"quantized_base": True}),
+        ("native", {"quantized_base": False}),
+        "",
+    ),
+    (
+        "level_optimizer",
+        ("msamp:O2", {"optimizer": "adamw_bnb_8bit"}),
+        ("msamp:O2", {"optimizer": "AdamW"}),
+        "bnb",
+    ),
+    (
+        "level_optimizer",
+        ("msamp:O2", {"optimizer": "adafactor"}),
+        ("msamp:O2", {"optimizer": "SGD"}),
+        "adafactor",
+    ),
+    (
+        "level_optimizer",
+        ("te+msamp", {"optimizer": "ao_adamw_fp8"}),
+        ("te", {"optimizer": "ao_adamw_fp8"}),
+        "fp8",
+    ),
     (
         "lomo_ddp",
         ("native", {**DDP, "world_size": 2, "optimizer": "lomo"}),
@@ -298,13 +376,30 @@ CASES = [
         ("ao", {**FSDP2, "optimizer": "adamw_torch_8bit"}),
         "adamw_8bit",
     ),
-    ("ao_adamw_fp8", ("ao", {"optimizer": "ao_adamw_fp8"}), ("ao", {"optimizer": "ao_adamw_8bit"}), ""),
-    ("release_accumulation", (RELEASED, {"accumulation_steps": 4}), ("msamp:O2", {"accumulation_steps": 4}), "=4"),
-    ("release_clipping", (RELEASED, {"max_grad_norm": 0.5}), (RELEASED, {"max_grad_norm": 0}), "max_grad_norm=0.5"),
+    (
+        "ao_adamw_fp8",
+        ("ao", {"optimizer": "ao_adamw_fp8"}),
+        ("ao", {"optimizer": "ao_adamw_8bit"}),
+        "",
+    ),
+    (
+        "release_accumulation",
+        (RELEASED, {"accumulation_steps": 4}),
+        ("msamp:O2", {"accumulation_steps": 4}),
+        "=4",
+    ),
+    (
+        "release_clipping",
+        (RELEASED, {"max_grad_norm": 0.5}),
+        (RELEASED, {"max_grad_norm": 0}),
+        "max_grad_norm=0.5",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("rule", "fires", "near", "detail"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("rule", "fires", "near", "detail"), CASES, ids=[case[0] for case in CASES]
+)
 def test_rule_fires_and_near_miss_does_not(rule, fires, near, detail):
     (spec, setup), (near_spec, near_setup) = fires, near
     assert detail in rules(spec, **setup)[rule].reason
@@ -315,10 +410,28 @@ MACHINES = [
     # rule, spec, machine that fires, machine that does not, words of the finding
     ("emulated_here", "native:mxfp8", nvidia((9, 0)), nvidia((10, 0)), ""),
     ("emulated_here", "native:blockwise", nvidia((8, 9)), nvidia((9, 0)), ""),
-    ("emulated_here", "native:blockwise", nvidia((9, 0), cuda=(12, 8)), nvidia((9, 0), cuda=(12, 9)), "CUDA 12.9"),
+    (
+        "emulated_here",
+        "native:blockwise",
+        nvidia((9, 0), cuda=(12, 8)),
+        nvidia((9, 0), cuda=(12, 9)),
+        "CUDA 12.9",
+    ),
     ("emulated_here", "native:dynamic", Machine(chips.MI300), MI350, "here: MI300"),
-    ("mixed_gpus", "native", nvidia((9, 0), (8, 9)), nvidia((9, 0), (9, 0)), "capabilities 8.9, 9.0"),
-    ("cuda_before_12_4", "native", nvidia((9, 0), cuda=(12, 3)), nvidia((9, 0), cuda=(12, 4)), "CUDA 12.3"),
+    (
+        "mixed_gpus",
+        "native",
+        nvidia((9, 0), (8, 9)),
+        nvidia((9, 0), (9, 0)),
+        "capabilities 8.9, 9.0",
+    ),
+    (
+        "cuda_before_12_4",
+        "native",
+        nvidia((9, 0), cuda=(12, 3)),
+        nvidia((9, 0), cuda=(12, 4)),
+        "CUDA 12.3",
+    ),
     ("cuda_before_12_4", "native", nvidia((9, 0), cuda=(12, 3)), nvidia((8, 0), cuda=(12, 3)), ""),
     ("no_fp8_hardware", "native", nvidia((8, 6)), nvidia((8, 9)), "te:delayed"),
 ]
@@ -337,7 +450,9 @@ def test_16_bit_autocast_on_cpu_without_16_bit_products_is_found():
         for dtype in ("bf16", "fp16"):
             spec = {"backend": "native", "autocast_dtype": dtype}
             assert ("slow_autocast" in on_machine(spec, machine)) is not has_bf16
-        assert "slow_autocast" not in on_machine({"backend": "native", "autocast_dtype": "fp32"}, machine)
+        assert "slow_autocast" not in on_machine(
+            {"backend": "native", "autocast_dtype": "fp32"}, machine
+        )
         assert "slow_autocast" not in on_machine("native", machine)
         for engine_bf16 in (False, True):  # in a DeepSpeed configuration
             setup = Setup(resolve("native"), machine, "deepspeed", engine_bf16=engine_bf16)
@@ -348,7 +463,9 @@ def test_16_bit_autocast_on_cpu_without_16_bit_products_is_found():
 def test_torch_version_rule_fires():
     for release, fires in (((2, 10), True), ((2, 11), False), ((2, 15), False), ((2, 16), True)):
         for engine in (None, "ddp", "fsdp2"):
-            assert ("torch_untried" in on_machine("native", nvidia((9, 0), torch=release), engine)) == fires
+            assert (
+                "torch_untried" in on_machine("native", nvidia((9, 0), torch=release), engine)
+            ) == fires
     assert "torch_untried" not in on_machine("native", Machine(chips.CPU, torch=(2, 16)))
 
 
@@ -362,8 +479,13 @@ def test_rowwise_products_on_cpu_need_recent_torch():
 
 def test_engine_unused_names_the_engine_that_trains():
     rule = RULES["engine_unused"]
-    for parallel, words in (("ddp", "FSDP is asked for, DDP trains"), (None, "FSDP is asked for, one process trains")):
-        assert words in rule.reason_in(Setup(resolve("native"), CPU, parallel, unused_engine="FSDP"))
+    for parallel, words in (
+        ("ddp", "FSDP is asked for, DDP trains"),
+        (None, "FSDP is asked for, one process trains"),
+    ):
+        assert words in rule.reason_in(
+            Setup(resolve("native"), CPU, parallel, unused_engine="FSDP")
+        )
         assert not rule.applies(Setup(resolve("native"), CPU, parallel))
 
 
@@ -371,35 +493,131 @@ def test_engine_unused_names_the_engine_that_trains():
 
 REFUSED = [
     # rule, spec, refused setup, accepted setup, the cause
-    ("level_deepspeed", "msamp:O2", {**DS, "zero_stage": 3}, {**DS, "zero_stage": 2}, "zero_stage 3"),
-    ("level_deepspeed", "msamp:O2", {**DS, "zero_offload": True}, {**DS, "zero_offload": False}, "offload"),
+    (
+        "level_deepspeed",
+        "msamp:O2",
+        {**DS, "zero_stage": 3},
+        {**DS, "zero_stage": 2},
+        "zero_stage 3",
+    ),
+    (
+        "level_deepspeed",
+        "msamp:O2",
+        {**DS, "zero_offload": True},
+        {**DS, "zero_offload": False},
+        "offload",
+    ),
     ("release_deepspeed", RELEASED, DS, DDP, ""),
     ("level_fsdp1", "te+msamp:O1", FSDP1, FSDP2, ""),
     ("fp8_params_sharded", {"backend": "native", "fp8_params": True}, FSDP2, DDP, ""),
     ("engine_decides", GRADIENTS, DS, DDP, "gradient_comm='fp8' with deepspeed"),
     ("engine_decides", WEIGHTS, FSDP1, FSDP2, "enable_fsdp_float8_all_gather=True with fsdp1"),
     ("engine_decides", WEIGHTS, DS, FSDP2, "enable_fsdp_float8_all_gather=True with deepspeed"),
-    ("engine_decides", BF16, {**DS, "engine_bf16": False}, {**DS, "engine_bf16": True}, "'bf16' with deepspeed"),
-    ("engine_decides", FP32, {**DS, "engine_bf16": True}, DDP, "autocast_dtype='fp32' with deepspeed"),
-    ("engine_decides", {**FP16, "backend": "msamp:O2"}, DS, DDP, "autocast_dtype='fp16' with deepspeed"),
+    (
+        "engine_decides",
+        BF16,
+        {**DS, "engine_bf16": False},
+        {**DS, "engine_bf16": True},
+        "'bf16' with deepspeed",
+    ),
+    (
+        "engine_decides",
+        FP32,
+        {**DS, "engine_bf16": True},
+        DDP,
+        "autocast_dtype='fp32' with deepspeed",
+    ),
+    (
+        "engine_decides",
+        {**FP16, "backend": "msamp:O2"},
+        DS,
+        DDP,
+        "autocast_dtype='fp16' with deepspeed",
+    ),
     ("engine_decides", FP16, FSDP2, DDP, "autocast_dtype='fp16' with fsdp2"),
-    ("engine_decides", FP16, DS, {"recipe": resolve(BF16), **DS}, "autocast_dtype='fp16' with deepspeed"),
-    ("guard_engine", {"backend": "native", "guard": "stop"}, FSDP1, FSDP2, "guard='stop' with fsdp1"),
-    ("guard_engine", {"backend": "native", "guard": "warn"}, DS, DDP, "guard='warn' with deepspeed"),
+    (
+        "engine_decides",
+        FP16,
+        DS,
+        {"recipe": resolve(BF16), **DS},
+        "autocast_dtype='fp16' with deepspeed",
+    ),
+    (
+        "guard_engine",
+        {"backend": "native", "guard": "stop"},
+        FSDP1,
+        FSDP2,
+        "guard='stop' with fsdp1",
+    ),
+    (
+        "guard_engine",
+        {"backend": "native", "guard": "warn"},
+        DS,
+        DDP,
+        "guard='warn' with deepspeed",
+    ),
     ("all_gather_without_fsdp2", GATHERED, {**DDP, "world_size": 2}, {"world_size": 1}, ""),
     ("megatron", "native", {"parallel": "megatron"}, {"parallel": "none"}, ""),
     ("comm_hook_level", "msamp:O1", {**DDP, "comm_hook": "fp16"}, DDP, "comm_hook='fp16'"),
     ("comm_hook_level", "msamp:O3", {**DDP, "comm_hook": "bf16"}, {"comm_hook": "bf16"}, ""),
-    ("level_tensor_parallel", "msamp:O4", SHARED, {"recipe": resolve("msamp:O2"), **SHARED}, "2 ranks share layers"),
+    (
+        "level_tensor_parallel",
+        "msamp:O4",
+        SHARED,
+        {"recipe": resolve("msamp:O2"), **SHARED},
+        "2 ranks share layers",
+    ),
     ("te_tensor_parallel", "te", SHARED, {"tensor_parallel": 1}, ""),
     ("ddp_shared_layers", "native", {**DDP, **SHARED}, SHARED, "2 ranks share layers"),
-    ("fp8_activations_backend", {**ACTIVATIONS, "backend": "te"}, DDP, {"recipe": resolve(ACTIVATIONS), **DDP}, "te"),
-    ("fp8_params_tensor_parallel", {"backend": "native", "fp8_params": True}, SHARED, {"tensor_parallel": 1}, ""),
-    ("release_accumulation", RELEASED, {"accumulation_steps": 2}, {"accumulation_steps": 1}, "steps=2"),
-    ("release_clipping", RELEASED, {"max_grad_norm": 1.0}, {"max_grad_norm": 0.0}, "max_grad_norm=1"),
-    ("release_fp16", {**RELEASED, "autocast_dtype": "fp16"}, {}, {"recipe": resolve(RELEASED)}, "'fp16'"),
-    ("release_guard", {**RELEASED, "guard": "skip"}, {}, {"recipe": resolve(RELEASED)}, "guard='skip'"),
-    ("release_guard", {**RELEASED, "guard": "stop"}, {}, {"recipe": resolve({**RELEASED, "guard": "warn"})}, ""),
+    (
+        "fp8_activations_backend",
+        {**ACTIVATIONS, "backend": "te"},
+        DDP,
+        {"recipe": resolve(ACTIVATIONS), **DDP},
+        "te",
+    ),
+    (
+        "fp8_params_tensor_parallel",
+        {"backend": "native", "fp8_params": True},
+        SHARED,
+        {"tensor_parallel": 1},
+        "",
+    ),
+    (
+        "release_accumulation",
+        RELEASED,
+        {"accumulation_steps": 2},
+        {"accumulation_steps": 1},
+        "steps=2",
+    ),
+    (
+        "release_clipping",
+        RELEASED,
+        {"max_grad_norm": 1.0},
+        {"max_grad_norm": 0.0},
+        "max_grad_norm=1",
+    ),
+    (
+        "release_fp16",
+        {**RELEASED, "autocast_dtype": "fp16"},
+        {},
+        {"recipe": resolve(RELEASED)},
+        "'fp16'",
+    ),
+    (
+        "release_guard",
+        {**RELEASED, "guard": "skip"},
+        {},
+        {"recipe": resolve(RELEASED)},
+        "guard='skip'",
+    ),
+    (
+        "release_guard",
+        {**RELEASED, "guard": "stop"},
+        {},
+        {"recipe": resolve({**RELEASED, "guard": "warn"})},
+        "",
+    ),
 ]
 
 
@@ -422,7 +640,8 @@ def test_every_raised_rule_is_an_error_with_a_case():
 
 
 def test_small_layers_are_judged_by_predicted_gain():
-    """The break-even grows with the casts of a rule and with the speed of a chip's products over its memory."""
+    """The break-even grows with the casts of a rule and with the speed of a chip's products over
+    its memory."""
     between = nn.Sequential(nn.Linear(1664, 1664, device="meta"))
     assert "1664 -> 1664; 0.98 times" in rules("native:rowwise", between)["small_layers"].reason
     assert "small_layers" not in rules("native:dynamic", between)
@@ -437,13 +656,29 @@ def test_small_layers_are_judged_by_predicted_gain():
 def test_configuration_is_read_from_the_model():
     model = with_config(50257, vocab_size=50257, _attn_implementation="flash_attention_2")
     assert "checkpointing_ada" not in rules("native", model, chip="ada")
-    assert "checkpointing_ada" in rules("native", nn.Sequential(checkpoint_wrapper(model)), chip="ada")
+    assert "checkpointing_ada" in rules(
+        "native", nn.Sequential(checkpoint_wrapper(model)), chip="ada"
+    )
     model[0].gradient_checkpointing = True  # as transformers and diffusers set it, on layers
     assert "checkpointing_ada" in rules("native", nn.Sequential(model), chip="ada")
     found = rules("ao", model, parallel="fsdp2", compiled="full")
-    assert {"vocabulary_off_16", "flash_attention_2_compile", "checkpointing_fsdp2_compile"} <= found.keys()
-    said = rules("ao", model, vocab_size=32000, attention="sdpa", activation_checkpointing=False, compiled="full")
-    assert not {"vocabulary_off_16", "flash_attention_2_compile", "checkpointing_fsdp2_compile"} & said.keys()
+    assert {
+        "vocabulary_off_16",
+        "flash_attention_2_compile",
+        "checkpointing_fsdp2_compile",
+    } <= found.keys()
+    said = rules(
+        "ao",
+        model,
+        vocab_size=32000,
+        attention="sdpa",
+        activation_checkpointing=False,
+        compiled="full",
+    )
+    assert (
+        not {"vocabulary_off_16", "flash_attention_2_compile", "checkpointing_fsdp2_compile"}
+        & said.keys()
+    )
     language = with_config(50257, text_config=Config(vocab_size=50257))
     assert "vocabulary_off_16" in rules("ao", language)
 
@@ -452,7 +687,10 @@ def test_optimizer_findings_match_prepare():
     weights = [nn.Parameter(torch.zeros(2, 2))]
     refused = rules("msamp:O2", optimizer=torch.optim.RMSprop(weights, lr=1.0))["optimizer"]
     assert refused.severity == "error" and "torch.optim.AdamW" in refused.fix
-    assert "amsgrad" in rules("msamp", optimizer=torch.optim.AdamW(weights, amsgrad=True))["optimizer"].reason
+    assert (
+        "amsgrad"
+        in rules("msamp", optimizer=torch.optim.AdamW(weights, amsgrad=True))["optimizer"].reason
+    )
     for taken in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon, torch.optim.Adafactor):
         assert "optimizer" not in rules("msamp:O2", optimizer=taken(weights))
     assert "optimizer" not in rules("native", optimizer=torch.optim.RMSprop(weights, lr=1.0))
@@ -468,16 +706,33 @@ def test_patterns_that_match_nothing_are_findings():
 def test_other_chip_is_judged_with_recent_libraries(monkeypatch):
     monkeypatch.setattr("fp8_backends.compute.hardware.cuda_release", lambda: (12, 0))
     assert not rules("te:blockwise", chip="hopper")
-    assert set(rules("te:mxfp8", chip="hopper")) == {"te_mxfp8_chip"} and not rules("te:mxfp8", chip="blackwell")
+    assert set(rules("te:mxfp8", chip="hopper")) == {"te_mxfp8_chip"} and not rules(
+        "te:mxfp8", chip="blackwell"
+    )
     assert set(rules("native:mxfp8", chip="ada")) == {"emulated_here"}
-    assert set(rules("native", chip="before-fp8")) == set(rules("native", chip="cpu")) == {"no_fp8_hardware"}
-    assert set(rules("te", chip="mi350")) == {"te_without_nvidia_gpu"} and not rules("native", chip="mi350")
+    assert (
+        set(rules("native", chip="before-fp8"))
+        == set(rules("native", chip="cpu"))
+        == {"no_fp8_hardware"}
+    )
+    assert set(rules("te", chip="mi350")) == {"te_without_nvidia_gpu"} and not rules(
+        "native", chip="mi350"
+    )
     assert set(rules("ao", chip="hopper")) == {"ao_without_compile"}
     for chip in chips.CHIPS:  # as the table has it
-        for spec in ("te:delayed", "te:blockwise", "te:mxfp8", "ao:tensorwise", "native:blockwise", "native:window"):
+        for spec in (
+            "te:delayed",
+            "te:blockwise",
+            "te:mxfp8",
+            "ao:tensorwise",
+            "native:blockwise",
+            "native:window",
+        ):
             state = chips.cell_of(spec, chip).state
             found = rules(spec, chip=chip.key, compiled="full")
-            assert any(finding.severity == "error" for finding in found.values()) == (state == "refused"), (spec, chip)
+            assert any(finding.severity == "error" for finding in found.values()) == (
+                state == "refused"
+            ), (spec, chip)
             assert bool({"emulated_here", "no_fp8_hardware"} & found.keys()) == (
                 state == "emulated" or chip.key in ("cpu", "before-fp8")
             ), (spec, chip)
@@ -489,12 +744,18 @@ def test_other_chip_is_judged_with_recent_libraries(monkeypatch):
 @pytest.mark.parametrize(
     "said, expected",
     [
-        ({"parallel": "dpp"}, r"parallel 'dpp' is not known \(did you mean 'ddp'\?\); there are none, ddp, fsdp1"),
+        (
+            {"parallel": "dpp"},
+            r"parallel 'dpp' is not known \(did you mean 'ddp'\?\); there are none, ddp, fsdp1",
+        ),
         ({"parallel": "FSDP2"}, r"did you mean 'fsdp2'\?"),
         ({"compiled": "regonal"}, r"compiled 'regonal' is not known \(did you mean 'regional'\?\)"),
         ({"compiled": True}, "compiled True is not known; there are none, full, regional"),
         ({"chip": "hoper"}, r"chip 'hoper' is not known \(did you mean 'hopper'\?\)"),
-        ({"optimizer": torch.optim.AdamW}, "must be a torch.optim.Optimizer that was made, or a name"),
+        (
+            {"optimizer": torch.optim.AdamW},
+            "must be a torch.optim.Optimizer that was made, or a name",
+        ),
     ],
 )
 def test_unknown_setup_word_is_an_error(said, expected):
@@ -514,8 +775,14 @@ def test_trainable_fp8_checkpoint_layers_are_found():
 
     with torch.device("meta"):
         model = nn.Sequential(FP8Linear(128, 128), nn.Linear(8192, 8192))
-    (finding,) = [each for each in validate("native", model) if each.rule == "fp8_checkpoint_trains"]
-    assert finding.severity == "error" and "(here: 0)" in finding.reason and "dequantize" in finding.fix
+    (finding,) = [
+        each for each in validate("native", model) if each.rule == "fp8_checkpoint_trains"
+    ]
+    assert (
+        finding.severity == "error"
+        and "(here: 0)" in finding.reason
+        and "dequantize" in finding.fix
+    )
     model[0].requires_grad_(False)
     assert not [each for each in validate("native", model) if each.rule == "fp8_checkpoint_trains"]
 

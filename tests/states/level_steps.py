@@ -1,4 +1,5 @@
-"""Small models prepared at a level, and a few steps with them: shared by the tests of this folder."""
+"""Small models prepared at a level, and a few steps with them: shared by the tests of this
+folder."""
 
 import torch
 from torch import nn
@@ -9,7 +10,8 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor
 LEVELS = ("O1", "O2", "O3", "O4")
 STORED = dict(zip(LEVELS, 2 * [torch.float16] + 2 * [torch.float8_e4m3fn], strict=True))
 ERRORS = {"O1": (11, 28), "O2": (11, 28), "O3": (11, 28), "O4": (12, 13)}
-"""The guide's table: 2**-first of a value of at least 2**-second of the amax, and the same error for smaller ones."""
+"""The guide's table: 2**-first of a value of at least 2**-second of the amax, and the same error
+for smaller ones."""
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, 1e-3, weight_decay=0.1),
@@ -26,7 +28,9 @@ def batch(seed: int, rows: int = 32) -> torch.Tensor:
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
 
 
-def prepared(level: str, make_optimizer=OPTIMIZERS["adamw"], model: nn.Module | None = None, **fields) -> tuple:
+def prepared(
+    level: str, make_optimizer=OPTIMIZERS["adamw"], model: nn.Module | None = None, **fields
+) -> tuple:
     model = model or mlp()
     spec = {"backend": f"msamp:{level}", **fields}
     return fp8_backends.prepare(model, make_optimizer(model.parameters()), spec)
@@ -56,19 +60,25 @@ def assert_rounded(found: torch.Tensor, values: torch.Tensor, level: str) -> Non
     """Assert values rounded as a level stores them."""
     bits, least = ERRORS[level]
     error = (found.double() - values.double()).abs()
-    assert (error <= 2.0**-bits * values.double().abs().clamp(min=2.0**-least * values.abs().max().item())).all()
+    assert (
+        error
+        <= 2.0**-bits * values.double().abs().clamp(min=2.0**-least * values.abs().max().item())
+    ).all()
 
 
 def assert_equal_states(a, b) -> None:
-    """Assert equal numbers to the bit in equal forms. Scales are powers of two: the same numbers get a finer scale
-    from values rounded down to a power of two."""
+    """Assert equal numbers to the bit in equal forms. Scales are powers of two: the same numbers
+    get a finer scale from values rounded down to a power of two."""
     for p, q in zip(parameters_of(a), parameters_of(b), strict=True):
         assert a.state[p].keys() == b.state[q].keys()
         for name, value in a.state[p].items():
             other = b.state[q][name]
             assert type(value) is type(other), name
             if isinstance(value, ScaledTensor):
-                assert (value.codes.dtype, value.block_size) == (other.codes.dtype, other.block_size), name
+                assert (value.codes.dtype, value.block_size) == (
+                    other.codes.dtype,
+                    other.block_size,
+                ), name
                 assert torch.equal(value.exact(torch.float32), other.exact(torch.float32)), name
             else:
                 assert torch.equal(value, other), name

@@ -63,8 +63,8 @@ def test_large_embedding_trains_with_scaled_states():
 @pytest.mark.parametrize("maximize", [False, nightly(True)])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_weights_match_torch_after_four_steps(kind, maximize, level):
-    """The same gradients for both. MS-AMP's own test: within 3e-4 of torch's; here for 99 % of elements at least, as
-    Adam's first steps depend on the sign of gradients near zero."""
+    """The same gradients for both. MS-AMP's own test: within 3e-4 of torch's; here for 99 % of
+    elements at least, as Adam's first steps depend on the sign of gradients near zero."""
     stock_model, model = mlp(), mlp()
     cls = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
 
@@ -74,7 +74,8 @@ def test_weights_match_torch_after_four_steps(kind, maximize, level):
     stock = make(stock_model.parameters())
     model, optimizer = prepared(level, make, model=model, on_unproven="warn")
     generator = torch.Generator().manual_seed(0)
-    with pytest.warns(UserWarning, match="no FP8 product ran"):  # the gradients come from no forward
+    # the gradients come from no forward
+    with pytest.warns(UserWarning, match="no FP8 product ran"):
         for _ in range(4):
             for p, q in zip(stock_model.parameters(), model.parameters(), strict=True):
                 p.grad = torch.randn(p.shape, generator=generator)
@@ -90,7 +91,10 @@ def test_weights_match_torch_after_four_steps(kind, maximize, level):
 def test_o1_with_fp32_weights_matches_torch(kind):
     """Train a model without converted layers by the converted optimizer."""
     stock_model, model = mlp(), mlp()
-    stock, optimizer = OPTIMIZERS[kind](stock_model.parameters()), OPTIMIZERS[kind](model.parameters())
+    stock, optimizer = (
+        OPTIMIZERS[kind](stock_model.parameters()),
+        OPTIMIZERS[kind](model.parameters()),
+    )
     convert(optimizer, StateRule("O1", *STATE_FORMATS["O1"], "stochastic"))
     train(stock_model, stock, range(6))
     train(model, optimizer, range(6))
@@ -105,7 +109,10 @@ def test_none_gradients_and_parameters_added_later():
     optimizer.add_param_group({"params": list(extra.parameters()), "lr": 1e-2})
     before = values_of(extra)
     train(model, optimizer, [0])
-    assert torch.equal(values_of(extra)["weight"], before["weight"]) and extra.weight not in optimizer.state
+    assert (
+        torch.equal(values_of(extra)["weight"], before["weight"])
+        and extra.weight not in optimizer.state
+    )
     loss_of(extra, 0).backward()
     optimizer.step()
     assert not torch.equal(values_of(extra)["weight"], before["weight"])
@@ -164,7 +171,11 @@ def test_subclass_with_inherited_update_trains_like_its_class(kind, scheduled):
                 each.step()
         pairs.append((model, optimizer, losses))
     (model, optimizer, losses), (twin, twins, its_losses) = pairs
-    assert isinstance(twins, kind) and its_losses == losses and hooks == 3 * [torch.optim.AdamW] + 3 * [kind]
+    assert (
+        isinstance(twins, kind)
+        and its_losses == losses
+        and hooks == 3 * [torch.optim.AdamW] + 3 * [kind]
+    )
     assert all(map(torch.equal, values_of(model).values(), values_of(twin).values()))
     assert getattr(twins, "steps", 3) == 3
     assert_equal_states(optimizer, twins)
@@ -180,10 +191,19 @@ def test_subclass_with_inherited_update_trains_like_its_class(kind, scheduled):
     [
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
         (lambda p: torch.optim.AdamW(p, differentiable=True), "differentiable"),
-        (lambda p: torch.optim.RMSprop(p), r"AdamW, Adam, .*, not with torch.optim.rmsprop.RMSprop.*O0"),
+        (
+            lambda p: torch.optim.RMSprop(p),
+            r"AdamW, Adam, .*, not with torch.optim.rmsprop.RMSprop.*O0",
+        ),
         (lambda p: OwnUpdate(p), r"not with .*OwnUpdate: .*super\(\).step\(\)"),
-        (lambda p: type("Grouped", (torch.optim.AdamW,), {"_init_group": lambda *_: None})(p), "not with .*Grouped"),
-        (lambda p: Adafactor(p, 1e-3, relative_step=False), r"transformers.*Adafactor.*optimizers=\(optimizer, None"),
+        (
+            lambda p: type("Grouped", (torch.optim.AdamW,), {"_init_group": lambda *_: None})(p),
+            "not with .*Grouped",
+        ),
+        (
+            lambda p: Adafactor(p, 1e-3, relative_step=False),
+            r"transformers.*Adafactor.*optimizers=\(optimizer, None",
+        ),
     ],
 )
 def test_unsupported_options_are_named_and_change_nothing(make, message):
@@ -204,7 +224,9 @@ def test_replaced_step_method_is_named():
 
 
 def test_sparse_gradients_are_refused_with_fix():
-    model, optimizer = prepared("O2", model=nn.Sequential(nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64)))
+    model, optimizer = prepared(
+        "O2", model=nn.Sequential(nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64))
+    )
     model(torch.arange(4)).sum().backward()
     with pytest.raises(FP8BackendError, match="sparse=False"):
         optimizer.step()
@@ -241,10 +263,13 @@ def test_state_dict_holds_plain_tensors_or_placeholders(level, dtype):
     states = optimizer.state_dict()["state"]
     for key, p in enumerate(parameters_of(optimizer)):
         for name, value in states[key].items():
-            stored = optimizer.state[p].get(name, p)  # a weight beyond BF16 is saved as its own master
+            # a weight beyond BF16 is saved as its own master
+            stored = optimizer.state[p].get(name, p)
             is_scaled = isinstance(stored, ScaledTensor)
             assert type(value) is torch.Tensor and not value.is_meta, name
-            assert torch.equal(value.float(), stored.exact(torch.float32) if is_scaled else stored), name
+            assert torch.equal(
+                value.float(), stored.exact(torch.float32) if is_scaled else stored
+            ), name
             in_fp8 = is_scaled and stored.codes.dtype == torch.float8_e4m3fn and stored.rest is None
             assert value.dtype == (torch.bfloat16 if in_fp8 else torch.float32), name
             assert placeholders[key][name].is_meta == is_scaled, name
@@ -280,7 +305,9 @@ def test_loading_updates_groups_in_place_for_schedulers():
 
 def test_checkpoint_of_another_model_is_named():
     _, optimizer = prepared("O2")
-    model, other = prepared("O2", model=nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(5)]))
+    model, other = prepared(
+        "O2", model=nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(5)])
+    )
     model(torch.randn(4, 32)).sum().backward()
     other.step()
     with pytest.raises(FP8BackendError, match="another model"):
@@ -291,13 +318,17 @@ def test_checkpoint_of_another_model_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rounding", "least", "most"), [("stochastic", 0.0, 0.05), ("nearest", 0.5, 1.0)])
+@pytest.mark.parametrize(
+    ("rounding", "least", "most"), [("stochastic", 0.0, 0.05), ("nearest", 0.5, 1.0)]
+)
 def test_audit_reports_updates_lost_in_rounding(rounding, least, most, caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     for layer in model:
         nn.init.normal_(layer.weight, std=0.02)
-    model, optimizer = prepared("O2", lambda p: torch.optim.AdamW(p, 2e-6), model=model, rounding=rounding)
+    model, optimizer = prepared(
+        "O2", lambda p: torch.optim.AdamW(p, 2e-6), model=model, rounding=rounding
+    )
     assert fp8_backends.audit(model, optimizer).lost_updates is None
     for _ in range(3):
         optimizer.zero_grad()

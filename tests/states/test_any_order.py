@@ -1,7 +1,8 @@
 """Run operations of ordinary scripts on a prepared model in random order, and on plain twins.
 
-After operations in place, a weight equals its plain twin up to one FP32 rounding. After a copy, a loaded checkpoint
-or a step, it equals the twin rounded at its level. FP8_BACKENDS_RUNS=2000 runs 2,000 orders.
+After operations in place, a weight equals its plain twin up to one FP32 rounding. After a copy, a
+loaded checkpoint or a step, it equals the twin rounded at its level. FP8_BACKENDS_RUNS=2000 runs
+2,000 orders.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ GRADIENTS = {
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.detach().values() if isinstance(tensor, ScaledTensor) else tensor.detach()).clone()
+    return (
+        tensor.detach().values() if isinstance(tensor, ScaledTensor) else tensor.detach()
+    ).clone()
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -105,11 +108,17 @@ class AnyOrder(RuleBasedStateMachine):
         return quantize_weight(values.detach(), self.level).exact()
 
     def write_twin(self, which, values):
-        """Write plain values as the weight stores them: rounded, unless it was frozen when it was prepared."""
+        """Write plain values as the weight stores them: rounded, unless it was frozen when it was
+        prepared."""
         keeps = self.model[which].weight.untrained
         self.twins[which].data = values.detach().clone() if keeps else self.rounded(values)
 
-    @rule(which=WHICH, view=st.sampled_from(sorted(VIEWS)), edit=st.sampled_from(sorted(EDITS)), seed=SEEDS)
+    @rule(
+        which=WHICH,
+        view=st.sampled_from(sorted(VIEWS)),
+        edit=st.sampled_from(sorted(EDITS)),
+        seed=SEEDS,
+    )
     def edit(self, which, view, edit, seed):
         self.both(which, lambda p: EDITS[edit](VIEWS[view](p)), seed)
 
@@ -124,7 +133,11 @@ class AnyOrder(RuleBasedStateMachine):
         if weight.stored.edited is None:
             self.write_twin(which, twin)
 
-    @rule(which=WHICH, how=st.sampled_from(["data", "copy_", "set_", "state dict", "vector"]), seed=SEEDS)
+    @rule(
+        which=WHICH,
+        how=st.sampled_from(["data", "copy_", "set_", "state dict", "vector"]),
+        seed=SEEDS,
+    )
     def assign(self, which, how, seed):
         weight, twin = self.model[which].weight, self.twins[which]
         torch.manual_seed(seed)
@@ -172,13 +185,18 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def step(self):
-        """A step rounds each weight with a gradient, and changes it at most by AdamW's bound: learning rate times (1
-        - beta1) / sqrt(1 - beta2), with weight decay and the rounding of the states. Accumulated or changed
-        gradients are E4M3 again."""
+        """A step rounds each weight with a gradient, and changes it at most by AdamW's bound:
+        learning rate times (1
+        - beta1) / sqrt(1 - beta2), with weight decay and the rounding of the states. Accumulated or
+        changed gradients are E4M3 again."""
         stepped = [i for i, twin in self.twins.items() if twin.grad is not None]
         before = {i: self.rounded(self.twins[i]) for i in stepped}
         gradients = {i: self.model[i].weight.grad for i in stepped}
-        summed = [i for i, g in gradients.items() if isinstance(g, ScaledTensor) and g.codes.dtype == torch.float32]
+        summed = [
+            i
+            for i, g in gradients.items()
+            if isinstance(g, ScaledTensor) and g.codes.dtype == torch.float32
+        ]
         self.optimizer.step()
         for i in stepped:
             weight = self.model[i].weight
@@ -217,7 +235,9 @@ class AnyOrder(RuleBasedStateMachine):
                 twin.grad = None
         copied = how(self.model)
         for i, twin in self.twins.items():
-            torch.testing.assert_close(plain(copied[i].weight), twin.detach(), rtol=2**-22, atol=1e-30)
+            torch.testing.assert_close(
+                plain(copied[i].weight), twin.detach(), rtol=2**-22, atol=1e-30
+            )
             with torch.no_grad():
                 copied[i].weight.add_(1.0)
 
@@ -246,7 +266,9 @@ class AnyOrder(RuleBasedStateMachine):
     def restore_and_prepare_again(self):
         conversion.restore(self.model)
         for i, twin in self.twins.items():
-            torch.testing.assert_close(self.model[i].weight.detach(), twin.detach(), rtol=2**-22, atol=0)
+            torch.testing.assert_close(
+                self.model[i].weight.detach(), twin.detach(), rtol=2**-22, atol=0
+            )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
         self.optimizer.zero_grad()
         self.prepare()

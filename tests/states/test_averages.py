@@ -1,5 +1,5 @@
-"""Averages of a prepared model's weights (EMA): PyTorch's `AveragedModel` and diffusers' `EMAModel` average exactly
-up to FP32 rounding, and training continues unchanged."""
+"""Averages of a prepared model's weights (EMA): PyTorch's `AveragedModel` and diffusers' `EMAModel`
+average exactly up to FP32 rounding, and training continues unchanged."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def assert_averages(found: dict, wanted: dict) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_averaged_model_averages_exact_weights(backend, inside):
-    """`inside`: created inside `plain_weights`. A plain twin takes the exact values of every step (the masters at
-    O3)."""
+    """`inside`: created inside `plain_weights`. A plain twin takes the exact values of every step
+    (the masters at O3)."""
     model, optimizer = prepared(backend)
     rule = get_ema_multi_avg_fn(0.999)
     if inside:
@@ -61,7 +61,9 @@ def test_average_made_before_prepare_keeps_its_buffers(backend):
     averaged = AveragedModel(model, use_buffers=True)
     by_hand = copy.deepcopy(model)
     names = [name for name, _ in model.named_buffers()]
-    model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3), backend)
+    model, optimizer = fp8_backends.prepare(
+        model, torch.optim.AdamW(model.parameters(), 1e-3), backend
+    )
     train(model, optimizer, range(2))
     assert [name for name, _ in model.named_buffers()] == names
     for ours, theirs in zip(by_hand.buffers(), model.buffers(), strict=True):

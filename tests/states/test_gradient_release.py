@@ -1,10 +1,21 @@
-"""Gradient release: steps inside backward equal the usual steps to the bit, and free their gradients."""
+"""Gradient release: steps inside backward equal the usual steps to the bit, and free their
+gradients."""
 
 import copy
 
 import pytest
 import torch
-from level_steps import LEVELS, assert_equal_states, batch, loss_of, mlp, parameters_of, prepared, train, values_of
+from level_steps import (
+    LEVELS,
+    assert_equal_states,
+    batch,
+    loss_of,
+    mlp,
+    parameters_of,
+    prepared,
+    train,
+    values_of,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +38,8 @@ def waiting(request, monkeypatch):
 
 
 class Words(nn.Module):
-    """A large plain weight with scaled states, layers, small plain parameters, and an unused layer."""
+    """A large plain weight with scaled states, layers, small plain parameters, and an unused
+    layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +52,10 @@ class Words(nn.Module):
 
 def in_groups(parameters) -> torch.optim.Optimizer:
     parameters = list(parameters)
-    groups = [{"params": parameters[1::2], "lr": 2e-3, "weight_decay": 0.3}, {"params": parameters[::2]}]
+    groups = [
+        {"params": parameters[1::2], "lr": 2e-3, "weight_decay": 0.3},
+        {"params": parameters[::2]},
+    ]
     return torch.optim.AdamW(groups, 1e-3, betas=(0.8, 0.95))
 
 
@@ -52,7 +67,8 @@ def train_with_a_scheduler(model, optimizer, seeds, released: bool) -> list[floa
         loss.backward()
         used = [p for name, p in model.named_parameters() if not name.startswith("unused")]
         assert not released or all(map(is_dropped, (p.grad for p in used)))
-        model.unused.weight.grad = torch.full((64, 64), 0.01)  # manually: `step` handles the remaining ones
+        # manually: `step` handles the remaining ones
+        model.unused.weight.grad = torch.full((64, 64), 0.01)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -61,7 +77,9 @@ def train_with_a_scheduler(model, optimizer, seeds, released: bool) -> list[floa
 
 
 def assert_same(ours: tuple, theirs: tuple) -> None:
-    for (name, value), other in zip(values_of(ours[0]).items(), values_of(theirs[0]).values(), strict=True):
+    for (name, value), other in zip(
+        values_of(ours[0]).items(), values_of(theirs[0]).values(), strict=True
+    ):
         assert torch.equal(value, other), name
     assert_equal_states(ours[1], theirs[1])
 
@@ -164,7 +182,10 @@ def test_gradients_take_no_bytes():
 def test_a_second_backward_before_the_step_is_refused():
     model, optimizer = prepared("O2", gradient_release=True)
     loss_of(model, 0).backward()
-    with pytest.raises(FP8BackendError, match=r"second gradient of a parameter of shape \(64, 128\).*after each backw"):
+    with pytest.raises(
+        FP8BackendError,
+        match=r"second gradient of a parameter of shape \(64, 128\).*after each backw",
+    ):
         loss_of(model, 1).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -189,7 +210,9 @@ def test_uses_of_a_dropped_gradient_are_refused(stepped):
         lambda: optimizer.zero_grad(set_to_none=False),
     ]
     for use in uses:
-        with pytest.raises(FP8BackendError, match="stepped with it and dropped it.*gradient_release=False"):
+        with pytest.raises(
+            FP8BackendError, match="stepped with it and dropped it.*gradient_release=False"
+        ):
             use()
     assert "DroppedGradient" in repr(parameters[0].grad)
     assert all(map(torch.equal, before.values(), values_of(model).values()))
@@ -204,7 +227,10 @@ def test_a_gradient_cleared_before_the_step_is_refused():
         model, optimizer = prepared("O2", gradient_release=True)
         loss_of(model, 0).backward()
         clear(model)
-        with pytest.raises(FP8BackendError, match="cleared between backward.*requires_grad_.*gradient_release=False"):
+        with pytest.raises(
+            FP8BackendError,
+            match="cleared between backward.*requires_grad_.*gradient_release=False",
+        ):
             optimizer.step()
         optimizer.zero_grad()
         train(model, optimizer, range(1))
@@ -215,7 +241,9 @@ def test_a_loop_that_never_clears_gradients_is_refused():
     model, optimizer = prepared("O2", gradient_release=True)
     loss_of(model, 0).backward()
     optimizer.step()
-    with pytest.raises(FP8BackendError, match=r"second gradient of a parameter of shape .*zero_grad\(\)"):
+    with pytest.raises(
+        FP8BackendError, match=r"second gradient of a parameter of shape .*zero_grad\(\)"
+    ):
         loss_of(model, 1).backward()
     model.zero_grad()
     train(model, optimizer, range(2))
@@ -225,7 +253,9 @@ def test_manual_gradient_after_release_is_refused():
     model, optimizer = prepared("O2", gradient_release=True)
     loss_of(model, 0).backward()
     model[3].weight.grad = torch.ones(64, 128)
-    with pytest.raises(FP8BackendError, match=r"second gradient of a parameter of shape \(64, 128\)"):
+    with pytest.raises(
+        FP8BackendError, match=r"second gradient of a parameter of shape \(64, 128\)"
+    ):
         optimizer.step()
 
 
@@ -250,7 +280,9 @@ def test_a_closure_is_refused():
         optimizer.step(lambda: loss_of(model, 0))
 
 
-@pytest.mark.parametrize("fields", [{"guard": "skip"}, {"autocast_dtype": "fp16"}], ids=["guard", "fp16"])
+@pytest.mark.parametrize(
+    "fields", [{"guard": "skip"}, {"autocast_dtype": "fp16"}], ids=["guard", "fp16"]
+)
 def test_features_skipping_steps_are_refused(fields):
     model = mlp()
     with pytest.raises(RecipeError, match="gradient_release"):
@@ -271,6 +303,6 @@ def test_added_parameter_steps_as_usual():
     (loss_of(model, 0) + extra.sum()).backward()
     assert extra.grad is not None and all(is_dropped(p.grad) for p in model.parameters())
     optimizer.step()
-    assert all(optimizer.state[p]["step"] == 1 for p in parameters_of(optimizer)) and not torch.equal(
-        extra, torch.ones(64)
-    )
+    assert all(
+        optimizer.state[p]["step"] == 1 for p in parameters_of(optimizer)
+    ) and not torch.equal(extra, torch.ones(64))

@@ -1,4 +1,5 @@
-"""Training at a level under torch.compile and under activation checkpointing equals eager training to the bit."""
+"""Training at a level under torch.compile and under activation checkpointing equals eager training
+to the bit."""
 
 import pytest
 import torch
@@ -30,7 +31,10 @@ def test_compiled_training_matches_eager(level):
     assert train(model, optimizer, range(STEPS)) == train(compiled, other_optimizer, range(STEPS))
     assert len(graphs) == 1
     assert_equal_states(optimizer, other_optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(values_of(model).values(), values_of(other).values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(values_of(model).values(), values_of(other).values(), strict=True)
+    )
     products = [fp8_backends.audit(each).products for each in (model, other)]
     assert products[0] == products[1]
 

@@ -28,8 +28,12 @@ def test_model_family_trains_at_level(family, level):
     assert losses[-1] < losses[0] - 0.2
     assert list(model.state_dict()) == keys and list(map(id, model.parameters())) == parameters
     after = model.state_dict()
-    assert not [name for name, p in model.named_parameters() if torch.equal(after[name], before[name])]
+    assert not [
+        name for name, p in model.named_parameters() if torch.equal(after[name], before[name])
+    ]
     scaled = [name for name, p in model.named_parameters() if isinstance(p, ScaledTensor)]
     assert scaled and len(scaled) <= len(fp8_backends.audit(model).products)
     if family == "gpt2":
-        assert model.lm_head.weight is model.transformer.wte.weight and isinstance(model.lm_head.weight, ScaledTensor)
+        assert model.lm_head.weight is model.transformer.wte.weight and isinstance(
+            model.lm_head.weight, ScaledTensor
+        )

@@ -1,4 +1,5 @@
-"""Weights are stored at a level inside their Parameter objects, gradients in E4M3, and everything leaves plain."""
+"""Weights are stored at a level inside their Parameter objects, gradients in E4M3, and everything
+leaves plain."""
 
 import copy
 import pickle
@@ -6,7 +7,17 @@ import weakref
 
 import pytest
 import torch
-from level_steps import LEVELS, STORED, assert_rounded, batch, loss_of, mlp, prepared, train, values_of
+from level_steps import (
+    LEVELS,
+    STORED,
+    assert_rounded,
+    batch,
+    loss_of,
+    mlp,
+    prepared,
+    train,
+    values_of,
+)
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -22,7 +33,8 @@ BYTES = {
     "O3": {"weight": 1, "master": 2, "gradient": 1, "optimizer": 3, "total": 7},
     "O4": {"weight": 1, "master": 1, "gradient": 1, "optimizer": 2, "total": 5},
 }
-"""MS-AMP's table (FP8-LM, arXiv:2310.18313) and the level beyond it, bytes of one weight element on one rank."""
+"""MS-AMP's table (FP8-LM, arXiv:2310.18313) and the level beyond it, bytes of one weight element on
+one rank."""
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -36,7 +48,10 @@ def test_bytes_per_element_match_the_level(level):
         scales = 5 * 4 / 256**2  # five scales a weight at most, of 4 bytes each
         scales += scale_bytes_per_element(fp8_backends.resolve(f"msamp:{level}"))
         assert wanted <= measured[part] <= wanted + scales, part
-    live = sum(stored(p) + stored(p.grad) + sum(map(stored, optimizer.state[p].values())) for p in model.parameters())
+    live = sum(
+        stored(p) + stored(p.grad) + sum(map(stored, optimizer.state[p].values()))
+        for p in model.parameters()
+    )
     elements = sum(p.numel() for p in model.parameters())
     assert live / elements == pytest.approx(measured["total"], rel=1e-3)
 
@@ -66,13 +81,20 @@ def test_parameter_objects_ties_flags_attributes_and_hooks_survive(level):
     model.first.weight.tag, seen = "mine", []
     model.first.weight.register_hook(lambda gradient: seen.append(gradient.shape))
     handle = model.last.weight.register_hook(lambda gradient: seen.append("removed"))
-    before = {name: (id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}
+    before = {
+        name: (id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)
+    }
     start = values_of(model)
     model, optimizer = prepared(level, model=model)
-    assert before == {name: (id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}
+    assert before == {
+        name: (id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)
+    }
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
     weights = [model.first.weight, model.frozen.weight, model.last.weight]
-    assert all(w.codes.dtype == STORED[level] for w in weights) and type(model.last.bias) is nn.Parameter
+    assert (
+        all(w.codes.dtype == STORED[level] for w in weights)
+        and type(model.last.bias) is nn.Parameter
+    )
     assert model.tied.weight is model.first.weight and model.first.weight.tag == "mine"
     handle.remove()
     train(model, optimizer, range(4))
@@ -92,7 +114,9 @@ def quantized(values: torch.Tensor, level: str) -> torch.Tensor:
 def test_gradients_are_e4m3_and_accumulate_in_fp32(level):
     model, optimizer = prepared(level)
     gradients = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.codes.dtype))
+    model[0].weight.register_post_accumulate_grad_hook(
+        lambda p: gradients.append(p.grad.codes.dtype)
+    )
     loss_of(model, 0).backward()
     loss_of(model, 1).backward()
     assert gradients == [torch.float8_e4m3fn, torch.float32]
@@ -107,7 +131,10 @@ def test_existing_gradient_is_kept():
     before = model[0].weight.grad.clone()
     model, _ = prepared("O2", model=model)
     kept = model[0].weight.grad
-    assert isinstance(kept, ScaledTensor) and (kept.dequantize() - before).norm() < 0.04 * before.norm()
+    assert (
+        isinstance(kept, ScaledTensor)
+        and (kept.dequantize() - before).norm() < 0.04 * before.norm()
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -115,7 +142,10 @@ def test_saved_state_is_plain_and_loads_anywhere(level, tmp_path):
     model, optimizer = prepared(level)
     train(model, optimizer, range(3))
     state = model.state_dict()
-    assert all(not isinstance(tensor, ScaledTensor) and tensor.dtype == torch.float32 for tensor in state.values())
+    assert all(
+        not isinstance(tensor, ScaledTensor) and tensor.dtype == torch.float32
+        for tensor in state.values()
+    )
     save_file(state, tmp_path / "model.safetensors")
     plain = mlp(seed=9)
     plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
@@ -161,7 +191,10 @@ def test_copies_train_independently(level):
         loss_of(other, 0).backward()
         assert isinstance(other[0].weight.grad, ScaledTensor)
         second.step()
-        assert all(torch.equal(a, b) for a, b in zip(before.values(), values_of(model).values(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(before.values(), values_of(model).values(), strict=True)
+        )
         assert not torch.equal(values_of(other)["0.weight"], before["0.weight"])
 
 
@@ -182,8 +215,12 @@ def test_restore_returns_plain_layers_with_current_values(level):
     train(model, optimizer, range(3))
     weight, before = model[0].weight, values_of(model)
     restore(model)
-    assert type(model[0]) is nn.Linear and model[0].weight is weight and type(weight) is nn.Parameter
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), values_of(model).values(), strict=True))
+    assert (
+        type(model[0]) is nn.Linear and model[0].weight is weight and type(weight) is nn.Parameter
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), values_of(model).values(), strict=True)
+    )
     loss_of(model, 0).backward()
     assert type(weight.grad) is torch.Tensor and not model[0]._state_dict_hooks
     optimizer.step()  # it continues with the plain weight
@@ -195,8 +232,13 @@ def test_preparing_again_changes_nothing():
     train(model, optimizer, range(2))
     before, hooks = values_of(model), len(model[0].weight._post_accumulate_grad_hooks)
     prepared_again = fp8_backends.prepare(model, optimizer, "msamp:O2")
-    assert prepared_again == (model, optimizer) and len(model[0].weight._post_accumulate_grad_hooks) == hooks
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), values_of(model).values(), strict=True))
+    assert (
+        prepared_again == (model, optimizer)
+        and len(model[0].weight._post_accumulate_grad_hooks) == hooks
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), values_of(model).values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("held", ["weak reference", "graph"])

@@ -1,8 +1,8 @@
-"""A training step at a level never waits for the device: no number is read from it or copied to it. Outside the layers,
-the number of PyTorch calls is independent of depth, or a few for each weight.
+"""A training step at a level never waits for the device: no number is read from it or copied to it.
+Outside the layers, the number of PyTorch calls is independent of depth, or a few for each weight.
 
-Meta tensors stand for the device, CPU tensors for the host; autograd, hooks, reducer and optimizer are real. Reading
-a number from a meta tensor is an error, too.
+Meta tensors stand for the device, CPU tensors for the host; autograd, hooks, reducer and optimizer
+are real. Reading a number from a meta tensor is an error, too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Meter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def metered() -> Iterator[Meter]:
-    """Yield a meter that also sees tensors made from Python's numbers, which bypass the dispatcher."""
+    """Yield a meter that also sees tensors made from Python's numbers, which bypass the
+    dispatcher."""
 
     def noting(function):
         def noted(*args, **kwargs):
@@ -70,7 +71,10 @@ def metered() -> Iterator[Meter]:
 
         return noted
 
-    with Meter() as meter, mock.patch.multiple(torch, tensor=noting(torch.tensor), as_tensor=noting(torch.as_tensor)):
+    with (
+        Meter() as meter,
+        mock.patch.multiple(torch, tensor=noting(torch.tensor), as_tensor=noting(torch.as_tensor)),
+    ):
         yield meter
 
 
@@ -82,7 +86,9 @@ def devices(values) -> set[str]:
 def autocast_is_off_on_meta(monkeypatch):
     """Disable autocast on meta, where PyTorch raises."""
     asked = torch.is_autocast_enabled
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: device != ("meta",) and asked(*device))
+    monkeypatch.setattr(
+        torch, "is_autocast_enabled", lambda *device: device != ("meta",) and asked(*device)
+    )
 
 
 class Block(nn.Module):
@@ -98,14 +104,20 @@ def prepared(backend: str, layers: int, dtype: torch.dtype = torch.bfloat16):
     model = nn.Sequential(*(Block() for _ in range(layers))).to("meta", dtype)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     if "msamp" in backend:
-        optimizer.param_groups[0]["fused"] = True  # counters on the device; its constructor would refuse meta tensors
+        # counters on the device; its constructor would refuse meta tensors
+        optimizer.param_groups[0]["fused"] = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fp8_backends.prepare(model, optimizer, {"backend": backend, "on_unproven": "warn"})
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
-    return model(torch.empty(32, 64, dtype=next(model.parameters()).dtype, device="meta")).float().square().mean()
+    return (
+        model(torch.empty(32, 64, dtype=next(model.parameters()).dtype, device="meta"))
+        .float()
+        .square()
+        .mean()
+    )
 
 
 def first_step(model, optimizer) -> None:
@@ -120,7 +132,8 @@ def first_step(model, optimizer) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:dynamic", *(f"msamp:{level}" for level in LEVELS)])
 def test_step_never_synchronizes(backend):
-    """Run two microbatches, a clip and the optimizer's step; in FP32, since then PyTorch steps the norms."""
+    """Run two microbatches, a clip and the optimizer's step; in FP32, since then PyTorch steps the
+    norms."""
     model, optimizer = prepared(backend, layers=1, dtype=torch.float32)
     first_step(model, optimizer)
     with metered() as meter:
@@ -159,7 +172,9 @@ def test_meter_detects_synchronization(wait):
             weight.grad.mul_(torch.tensor(0.5, device="meta"))
 
     model[0].up.weight.register_post_accumulate_grad_hook(plant)
-    refused = pytest.raises(RuntimeError, match="meta") if wait == "number" else contextlib.nullcontext()
+    refused = (
+        pytest.raises(RuntimeError, match="meta") if wait == "number" else contextlib.nullcontext()
+    )
     with metered() as meter, refused:
         loss_of(model).backward()
     assert len(meter.waits) == 1
@@ -177,7 +192,8 @@ def two_ranks():
 
 
 def connect(model: nn.Module, group, comm: str) -> None:
-    """Connect a model's weights like `comm.ddp.connect`, without DDP: its C++ reducer reads memory."""
+    """Connect a model's weights like `comm.ddp.connect`, without DDP: its C++ reducer reads
+    memory."""
     connection = Connection(group)
     model.require_backward_grad_sync = model.require_forward_param_sync = True  # as a DDP has them
     weights = {name: p for name, p in model.named_parameters() if isinstance(p, ScaledTensor)}
@@ -223,13 +239,17 @@ def calls(layers: int, what: str, group=None) -> int:
     with metered() as meter:
         if what == "unscale":
             number = torch.ones((), device="meta")
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros_like(number), number)
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                gradients, torch.zeros_like(number), number
+            )
         elif what == "scale":
             torch._foreach_mul_(gradients, torch.ones((), device="meta"))
         elif what == "zero":
             optimizer.zero_grad()
         elif what == "norms and clip":
-            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if isinstance(p, ScaledTensor)], 1.0)
+            torch.nn.utils.clip_grad_norm_(
+                [p for p in model.parameters() if isinstance(p, ScaledTensor)], 1.0
+            )
     return meter.calls
 
 
@@ -241,7 +261,7 @@ def test_number_of_calls_is_independent_of_layers(what, two_ranks):
 
 @pytest.mark.slow
 def test_clip_needs_few_calls_per_weight():
-    """`clip_grad_norm_` works tensor by tensor for subclasses: a norm of codes in FP32, times the scale's magnitude,
-    and the scale times the factor. On a GPU a norm is two launches."""
+    """`clip_grad_norm_` works tensor by tensor for subclasses: a norm of codes in FP32, times the
+    scale's magnitude, and the scale times the factor. On a GPU a norm is two launches."""
     few, many = calls(2, "norms and clip"), calls(4, "norms and clip")
     assert many - few == 4 * 4  # 4 weights more

@@ -1,4 +1,5 @@
-"""Converted optimizers of every kind: stock's numbers, states in the formats of a level, checkpoints and refusals."""
+"""Converted optimizers of every kind: stock's numbers, states in the formats of a level,
+checkpoints and refusals."""
 
 import copy
 import io
@@ -10,7 +11,15 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from level_steps import OPTIMIZERS, assert_equal_states, assert_rounded, loss_of, mlp, parameters_of, train
+from level_steps import (
+    OPTIMIZERS,
+    assert_equal_states,
+    assert_rounded,
+    loss_of,
+    mlp,
+    parameters_of,
+    train,
+)
 from torch import nn
 from widths import nightly
 
@@ -24,7 +33,8 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675: a third-party optimizer."""
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675: a third-party
+    optimizer."""
 
     fp8_roles = {"exp_avg": "first_moment"}
 
@@ -38,7 +48,9 @@ class Lion(torch.optim.Optimizer):
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
                 exp_avg = state.setdefault("exp_avg", torch.zeros_like(p))
-                p.mul_(1 - lr * group["weight_decay"]).sub_(lr * exp_avg.lerp(p.grad, 1 - beta1).sign())
+                p.mul_(1 - lr * group["weight_decay"]).sub_(
+                    lr * exp_avg.lerp(p.grad, 1 - beta1).sign()
+                )
                 exp_avg.lerp_(p.grad, 1 - beta2)
 
 
@@ -48,7 +60,10 @@ def matrices(parameters) -> list[torch.Tensor]:
 
 MAKE = {
     "adamw": lambda p: torch.optim.AdamW(  # two groups
-        [{"params": list(p)[::2], "lr": 3e-3, "weight_decay": 0.1}, {"params": list(p)[1::2], "betas": (0.8, 0.99)}]
+        [
+            {"params": list(p)[::2], "lr": 3e-3, "weight_decay": 0.1},
+            {"params": list(p)[1::2], "betas": (0.8, 0.99)},
+        ]
     ),
     "adam": OPTIMIZERS["adam"],
     "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, dampening=0.3, weight_decay=1e-2),
@@ -61,11 +76,15 @@ MAKE = {
 
 def prepared(kind: str, level: str, model: nn.Module | None = None, **fields) -> tuple:
     model = model or mlp()
-    return fp8_backends.prepare(model, MAKE[kind](list(model.parameters())), {"backend": f"msamp:{level}", **fields})
+    return fp8_backends.prepare(
+        model, MAKE[kind](list(model.parameters())), {"backend": f"msamp:{level}", **fields}
+    )
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.exact(torch.float32) if isinstance(tensor, ScaledTensor) else tensor.detach().clone()
+    return (
+        tensor.exact(torch.float32) if isinstance(tensor, ScaledTensor) else tensor.detach().clone()
+    )
 
 
 # The stock class's numbers
@@ -81,10 +100,16 @@ class Layers(nn.Module):
         self.embed = nn.Parameter(torch.randn(70, 64).t())  # not contiguous
 
 
-def stock_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, dict[int, torch.Tensor]]:
-    """Return a stock optimizer with FP32 copies of weights, gradients and states; and the copies by id."""
+def stock_of(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[torch.optim.Optimizer, dict[int, torch.Tensor]]:
+    """Return a stock optimizer with FP32 copies of weights, gradients and states; and the copies by
+    id."""
     copies = {id(p): exact(p) for p in parameters_of(optimizer)}
-    groups = [{**group, "params": [copies[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    groups = [
+        {**group, "params": [copies[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
     reference = optimizer.fp8_declared.stock(groups)
     for p in parameters_of(optimizer):
         copies[id(p)].grad = exact(p.grad)
@@ -95,14 +120,22 @@ def stock_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, d
 
 
 def assert_within_a_step(stored: torch.Tensor, wanted: torch.Tensor, rounding: str) -> None:
-    """Stored within one step of its format (to nearest: half a step) of the FP32 numbers; equal in FP32."""
+    """Stored within one step of its format (to nearest: half a step) of the FP32 numbers; equal in
+    FP32."""
     if not isinstance(stored, ScaledTensor):
         torch.testing.assert_close(stored.detach(), wanted, rtol=1e-6, atol=1e-8)
         return
-    fmt, scale_inv = FORMATS[stored.codes.dtype] if stored.residual is None else E4M11, stored.scale_inv
+    fmt, scale_inv = (
+        FORMATS[stored.codes.dtype] if stored.residual is None else E4M11,
+        stored.scale_inv,
+    )
     if stored.block_size:
-        scale_inv = scale_inv.repeat_interleave(stored.block_size)[: stored.numel()].view(stored.shape)
-    step = torch.maximum(2.0 ** (wanted.abs().log2().floor() - fmt.mantissa_bits), fmt.smallest * scale_inv)
+        scale_inv = scale_inv.repeat_interleave(stored.block_size)[: stored.numel()].view(
+            stored.shape
+        )
+    step = torch.maximum(
+        2.0 ** (wanted.abs().log2().floor() - fmt.mantissa_bits), fmt.smallest * scale_inv
+    )
     difference = (exact(stored) - wanted).abs()
     assert (difference <= step * (0.501 if rounding == "nearest" else 1.001)).all()
 
@@ -123,7 +156,11 @@ options = {
         }
     ),
     "adafactor": st.fixed_dictionaries(
-        {"maximize": st.booleans(), "d": st.sampled_from([1.0, 2.0]), "weight_decay": st.sampled_from([0.0, 0.1])}
+        {
+            "maximize": st.booleans(),
+            "d": st.sampled_from([1.0, 2.0]),
+            "weight_decay": st.sampled_from([0.0, 0.1]),
+        }
     ),
 }
 CLASSES = {"sgd": torch.optim.SGD, "muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor}
@@ -150,7 +187,9 @@ def test_step_matches_stock_within_one_rounding(kind, data):
         optimizer.step()
         for p in held:
             wanted = copies[id(p)]
-            assert_within_a_step(p.master if getattr(p, "master", None) is not None else p, wanted, rounding)
+            assert_within_a_step(
+                p.master if getattr(p, "master", None) is not None else p, wanted, rounding
+            )
             for name, value in reference.state[wanted].items():
                 if name != "step":
                     assert_within_a_step(optimizer.state[p][name], value, rounding)
@@ -158,7 +197,8 @@ def test_step_matches_stock_within_one_rounding(kind, data):
 
 
 def weights_after_steps(kind: str, level: str = "O2", together: bool = True, **fields) -> tuple:
-    """Make three steps with some gradients missing. Return the values of all parameters, and the optimizer."""
+    """Make three steps with some gradients missing. Return the values of all parameters, and the
+    optimizer."""
     model = Layers()
     model, optimizer = prepared(kind, level, model, on_unproven="warn", **fields)
     for t in range(3):
@@ -210,7 +250,13 @@ STORED = {
     "adafactor": {"row_var": torch.float32, "col_var": torch.float32},
     "lion": {"exp_avg": torch.float8_e4m3fn},
 }
-BYTES = {"sgd": 4, "sgd without momentum": 3, "muon": 5, "adafactor": 3 + 4 * (128 + 64) / (128 * 64), "lion": 4}
+BYTES = {
+    "sgd": 4,
+    "sgd without momentum": 3,
+    "muon": 5,
+    "adafactor": 3 + 4 * (128 + 64) / (128 * 64),
+    "lion": 4,
+}
 BYTES |= {"adamw": 6, "adam": 6}
 """Bytes of an element at O2: weight 2, gradient 1, and the states."""
 
@@ -221,7 +267,10 @@ def test_converted_object_keeps_groups_schedulers_and_hooks(kind):
     optimizer = MAKE[kind](list(model.parameters()))
     optimizer.param_groups[0]["mine"] = "kept"
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    group, scheduler = optimizer.param_groups[0], torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    group, scheduler = (
+        optimizer.param_groups[0],
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+    )
     stock, lr = type(optimizer), group["lr"]
     assert fp8_backends.prepare(model, optimizer, "msamp:O2")[1] is optimizer
     assert isinstance(optimizer, stock) and optimizer.param_groups[0] is group
@@ -230,7 +279,11 @@ def test_converted_object_keeps_groups_schedulers_and_hooks(kind):
         scheduler.step()  # warns, an error here, if it does not see the step
     assert group["lr"] == lr / 4 and group["mine"] == "kept" and len(steps) == 2
     state = optimizer.state[model[0].weight]
-    stored = {name: getattr(value, "codes", value).dtype for name, value in state.items() if name != "step"}
+    stored = {
+        name: getattr(value, "codes", value).dtype
+        for name, value in state.items()
+        if name != "step"
+    }
     assert stored == STORED[kind] and state["step"] == 2
     loss_of(model, 0).backward()
     audit = fp8_backends.audit(model, optimizer)
@@ -291,7 +344,8 @@ def test_converted_classes_are_named_after_their_stock_classes():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize(
-    ("level", "dtype"), [("O1", torch.bfloat16), ("O2", torch.float32), ("O3", torch.bfloat16), ("O4", torch.bfloat16)]
+    ("level", "dtype"),
+    [("O1", torch.bfloat16), ("O2", torch.float32), ("O3", torch.bfloat16), ("O4", torch.bfloat16)],
 )
 def test_resume_copies_and_pickles_match_bitwise(kind, level, dtype):
     model, optimizer = prepared(kind, level, mlp(dtype))
@@ -306,7 +360,10 @@ def test_resume_copies_and_pickles_match_bitwise(kind, level, dtype):
     for a, b in zip(model.modules(), other.modules(), strict=True):
         if getattr(a, "fp8_scaling", None) is not None:
             b.fp8_scaling.copy_(a.fp8_scaling)
-    for _, copied in (copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
+    for _, copied in (
+        copy.deepcopy((model, optimizer)),
+        pickle.loads(pickle.dumps((model, optimizer))),
+    ):
         assert type(copied) is type(optimizer)
         assert_equal_states(optimizer, copied)
     assert train(model, optimizer, range(3, 6)) == train(other, resumed, range(3, 6))
@@ -314,17 +371,32 @@ def test_resume_copies_and_pickles_match_bitwise(kind, level, dtype):
 
 
 PAIRS = [("stock", "O2"), ("O3", "O1"), ("O2", "stock"), ("O1", "O3")]
-ADAM_PAIRS = [("stock", "O4"), ("O4", "stock"), ("O4", "O2"), ("O2", "O4"), ("O3", "O4"), ("O1", "O4"), ("O4", "O1")]
+ADAM_PAIRS = [
+    ("stock", "O4"),
+    ("O4", "stock"),
+    ("O4", "O2"),
+    ("O2", "O4"),
+    ("O3", "O4"),
+    ("O1", "O4"),
+    ("O4", "O1"),
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "source", "target"),
-    [*((kind, *pair) for kind in MAKE for pair in PAIRS), *(("adamw", *pair) for pair in ADAM_PAIRS)],
+    [
+        *((kind, *pair) for kind in MAKE for pair in PAIRS),
+        *(("adamw", *pair) for pair in ADAM_PAIRS),
+    ],
 )
 def test_checkpoint_loads_by_value_at_another_level(kind, source, target):
     def made(level, seed):
         model = mlp(seed=seed)
-        return (model, MAKE[kind](list(model.parameters()))) if level == "stock" else prepared(kind, level, model)
+        return (
+            (model, MAKE[kind](list(model.parameters())))
+            if level == "stock"
+            else prepared(kind, level, model)
+        )
 
     (model, optimizer), (other, loaded) = made(source, 0), made(target, 5)
     train(model, optimizer, range(3))
@@ -335,9 +407,15 @@ def test_checkpoint_loads_by_value_at_another_level(kind, source, target):
             value, loaded_value = exact(optimizer.state[p][name]), loaded.state[q][name]
             scaled = isinstance(loaded_value, ScaledTensor)
             # half a step of E4M3 is 2**-4 of a value, and of a root 2**-5
-            half_step = (1 + 2**-5) ** 2 - 1 if scaled and loaded_value.codes.dtype == torch.uint8 else 2**-4
+            half_step = (
+                (1 + 2**-5) ** 2 - 1
+                if scaled and loaded_value.codes.dtype == torch.uint8
+                else 2**-4
+            )
             atol = value.abs().max().item() * 1e-5 * scaled
-            torch.testing.assert_close(exact(loaded_value), value, rtol=half_step if scaled else 0, atol=atol)
+            torch.testing.assert_close(
+                exact(loaded_value), value, rtol=half_step if scaled else 0, atol=atol
+            )
         assert loaded.state[q].get("step", 3) == 3
     for name, value in model.state_dict().items():
         assert_rounded(other.state_dict()[name], value, "O1" if target == "stock" else target)
@@ -345,7 +423,9 @@ def test_checkpoint_loads_by_value_at_another_level(kind, source, target):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("kind", "name", "steps"), [("sgd", "momentum_buffer", 2), ("adamw", "exp_avg", 3)])
+@pytest.mark.parametrize(
+    ("kind", "name", "steps"), [("sgd", "momentum_buffer", 2), ("adamw", "exp_avg", 3)]
+)
 def test_prepare_keeps_states_of_stepped_optimizer(kind, name, steps):
     """SGD has not counted its steps: its buffer stands for one."""
     model = mlp()
@@ -353,7 +433,9 @@ def test_prepare_keeps_states_of_stepped_optimizer(kind, name, steps):
     train(model, optimizer, range(2))
     before = optimizer.state[model[0].weight][name].clone()
     fp8_backends.prepare(model, optimizer, "msamp:O2")
-    torch.testing.assert_close(exact(optimizer.state[model[0].weight][name]), before, rtol=2**-4, atol=1e-6)
+    torch.testing.assert_close(
+        exact(optimizer.state[model[0].weight][name]), before, rtol=2**-4, atol=1e-6
+    )
     train(model, optimizer, [2])
     assert optimizer.state[model[0].weight]["step"] == steps
 
@@ -379,14 +461,18 @@ def test_non_finite_gradient_counts_as_zero(kind, level, bad):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("rounding", "least", "most"), [("stochastic", 0.9, 1.1), ("nearest", 0.0, 0.1)])
+@pytest.mark.parametrize(
+    ("rounding", "least", "most"), [("stochastic", 0.9, 1.1), ("nearest", 0.0, 0.1)]
+)
 def test_small_steps_accumulate_with_stochastic_rounding(rounding, least, most):
     """Steps of SGD of a fiftieth of FP16's own: to nearest, all are lost."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128, bias=False))
     nn.init.constant_(model[0].weight, 0.875)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    fp8_backends.prepare(model, optimizer, {"backend": "msamp:O2", "rounding": rounding, "on_unproven": "warn"})
+    fp8_backends.prepare(
+        model, optimizer, {"backend": "msamp:O2", "rounding": rounding, "on_unproven": "warn"}
+    )
     with pytest.warns(UserWarning, match="no FP8 product ran"):
         for _ in range(40):
             model[0].weight.grad = torch.full((128, 128), 2.0**-11 / 50)
@@ -408,15 +494,47 @@ def refused(states: dict, change) -> dict:
     ("kind", "change", "message"),
     [
         ("sgd", lambda s: s["state"][0].pop("momentum_buffer"), "no momentum_buffer"),
-        ("muon", lambda s: s["state"][0]["momentum_buffer"].view(-1)[:1].fill_(torch.nan), "momentum_buffer .* nan"),
-        ("adafactor", lambda s: s["state"][0]["row_var"].neg_(), "row_var of parameter 0 .* not negative"),
-        ("adafactor", lambda s: s["state"][0].update(col_var=torch.zeros(1, 63)), r"col_var .* shape \(1, 63\)"),
+        (
+            "muon",
+            lambda s: s["state"][0]["momentum_buffer"].view(-1)[:1].fill_(torch.nan),
+            "momentum_buffer .* nan",
+        ),
+        (
+            "adafactor",
+            lambda s: s["state"][0]["row_var"].neg_(),
+            "row_var of parameter 0 .* not negative",
+        ),
+        (
+            "adafactor",
+            lambda s: s["state"][0].update(col_var=torch.zeros(1, 63)),
+            r"col_var .* shape \(1, 63\)",
+        ),
         ("adafactor", lambda s: s["state"][0].pop("step"), "no step"),
-        ("sgd", lambda s: s["param_groups"][0].update(momentum=torch.nan), "momentum of parameter group 0 holds nan"),
-        ("sgd", lambda s: s["param_groups"][0].update(nesterov="yes"), "nesterov .* must be True or False"),
-        ("muon", lambda s: s["param_groups"][0].update(ns_coefficients=(1.0,)), "ns_coefficients .* not 3 numbers"),
-        ("adafactor", lambda s: s["param_groups"][0].update(eps=(None, -torch.inf)), "eps of parameter group 0"),
-        ("lion", lambda s: s["param_groups"][0].update(betas=(0.9, torch.nan)), "betas of parameter group 0"),
+        (
+            "sgd",
+            lambda s: s["param_groups"][0].update(momentum=torch.nan),
+            "momentum of parameter group 0 holds nan",
+        ),
+        (
+            "sgd",
+            lambda s: s["param_groups"][0].update(nesterov="yes"),
+            "nesterov .* must be True or False",
+        ),
+        (
+            "muon",
+            lambda s: s["param_groups"][0].update(ns_coefficients=(1.0,)),
+            "ns_coefficients .* not 3 numbers",
+        ),
+        (
+            "adafactor",
+            lambda s: s["param_groups"][0].update(eps=(None, -torch.inf)),
+            "eps of parameter group 0",
+        ),
+        (
+            "lion",
+            lambda s: s["param_groups"][0].update(betas=(0.9, torch.nan)),
+            "betas of parameter group 0",
+        ),
     ],
 )
 def test_untrainable_state_dict_is_refused(kind, change, message):
@@ -431,7 +549,9 @@ def test_untrainable_state_dict_is_refused(kind, change, message):
 def test_wrong_fp8_roles_are_refused():
     wrong = type("Wrong", (Lion,), {"fp8_roles": {"exp_avg": "third_moment"}})
     model = mlp()
-    with pytest.raises(FP8BackendError, match="'third_moment': there are first_moment, second_moment"):
+    with pytest.raises(
+        FP8BackendError, match="'third_moment': there are first_moment, second_moment"
+    ):
         fp8_backends.prepare(model, wrong(model.parameters()), "msamp:O2")
     silent = type("Silent", (Lion,), {"fp8_roles": {}})
     model, optimizer = fp8_backends.prepare(model, silent(model.parameters()), "msamp:O2")
@@ -453,7 +573,9 @@ def test_muon_with_adamw_accumulates_and_clips_under_accelerate():
     """Muon trains the matrices, AdamW the rest."""
     AcceleratorState._reset_state(True)
     recipe = fp8_backends.FP8RecipeKwargs(backend="msamp:O2")
-    accelerator = Accelerator(mixed_precision="fp8", gradient_accumulation_steps=2, cpu=True, kwargs_handlers=[recipe])
+    accelerator = Accelerator(
+        mixed_precision="fp8", gradient_accumulation_steps=2, cpu=True, kwargs_handlers=[recipe]
+    )
     model = mlp()
     muon, rest = MAKE["muon"](model.parameters()), [p for p in model.parameters() if p.dim() < 2]
     adam = torch.optim.AdamW(rest, 1e-2)

@@ -45,13 +45,16 @@ def test_missing_msamp_recommends_native_levels():
 
 def test_model_and_optimizer_reach_msamp(stub_msamp):
     model = mlp()
-    new, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe(opt_level="O1"))
+    new, optimizer = fp8_backends.prepare(
+        model, torch.optim.AdamW(model.parameters()), recipe(opt_level="O1")
+    )
     assert new is not model and stub_msamp == [("O1", False)]
     assert optimizer.param_groups[0]["params"][0] is next(new.parameters())
 
 
 def test_accelerate_passes_objects_to_msamp(stub_msamp):
-    AcceleratorState._reset_state(reset_partial_state=True)  # another precision, after an earlier test
+    # another precision, after an earlier test
+    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe()], cpu=True)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,5 @@
-"""Training an FP32 model on a CPU gives the same numbers at any default dtype and default device of the process."""
+"""Training an FP32 model on a CPU gives the same numbers at any default dtype and default device of
+the process."""
 
 from __future__ import annotations
 
@@ -30,10 +31,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def run(dtype: torch.dtype, spec: dict, optimizer: str) -> tuple[list[float], dict]:
-    """Losses, and the final values: of steps, of a step after loading, and of writes into weights."""
+    """Losses, and the final values: of steps, of a step after loading, and of writes into
+    weights."""
     model = mlp()
     with default_dtype(dtype):
-        model, optimizer = fp8_backends.prepare(model, OPTIMIZERS[optimizer](model.parameters()), spec)
+        model, optimizer = fp8_backends.prepare(
+            model, OPTIMIZERS[optimizer](model.parameters()), spec
+        )
         losses = train_in_fp32(model, optimizer, range(3))
         optimizer.load_state_dict(optimizer.state_dict())
         with torch.no_grad():
@@ -45,7 +49,9 @@ def run(dtype: torch.dtype, spec: dict, optimizer: str) -> tuple[list[float], di
 def train_in_fp32(model, optimizer, seeds) -> list[float]:
     """Train on the same data at each default dtype."""
     with default_dtype(torch.float32):
-        batches = [torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        batches = [
+            torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)) for seed in seeds
+        ]
     losses = []
     for x in batches:
         losses.append((model(x) - x).square().mean())
@@ -74,7 +80,9 @@ def test_default_dtype_changes_no_bit(spec, optimizer, dtype):
     wanted, weights = run(torch.float32, spec, optimizer)
     found, found_weights = run(dtype, spec, optimizer)
     assert found == wanted
-    assert {name: value.dtype for name, value in found_weights.items()} == dict.fromkeys(weights, torch.float32)
+    assert {name: value.dtype for name, value in found_weights.items()} == dict.fromkeys(
+        weights, torch.float32
+    )
     assert all(torch.equal(value, weights[name]) for name, value in found_weights.items())
 
 

@@ -16,7 +16,9 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 
 def known(model):
-    return {name: p.known_amax() for name, p in model.named_parameters() if isinstance(p, ScaledTensor)}
+    return {
+        name: p.known_amax() for name, p in model.named_parameters() if isinstance(p, ScaledTensor)
+    }
 
 
 @pytest.fixture
@@ -48,11 +50,15 @@ def test_record_is_measured_only_after_foreign_writes(measurements):
 def test_step_without_eps_takes_two_passes(monkeypatch):
     jobs = []
     made = AdamSteps.__init__
-    monkeypatch.setattr(AdamSteps, "__init__", lambda self, of, **how: jobs.extend(of) or made(self, of, **how))
+    monkeypatch.setattr(
+        AdamSteps, "__init__", lambda self, of, **how: jobs.extend(of) or made(self, of, **how)
+    )
     for eps in (0.0, 1e-8):
         model, optimizer = prepared("O2", lambda p, eps=eps: torch.optim.AdamW(p, 1e-3, eps=eps))
         train(model, optimizer, [0])
-        assert {job.record is not None for job in jobs if job.weight.scale_inv is not None} == {eps > 0}
+        assert {job.record is not None for job in jobs if job.weight.scale_inv is not None} == {
+            eps > 0
+        }
         jobs.clear()
 
 
@@ -79,7 +85,9 @@ def test_forward_uses_known_amax_and_computes_same_codes(monkeypatch):
     taken = []
     quantize = quantization.quantize
     monkeypatch.setattr(
-        quantization, "quantize", lambda *a, amax=None, **k: taken.append(amax) or quantize(*a, amax=amax, **k)
+        quantization,
+        "quantize",
+        lambda *a, amax=None, **k: taken.append(amax) or quantize(*a, amax=amax, **k),
     )
     with torch.no_grad():
         first = loss_of(model, 9)
@@ -88,10 +96,17 @@ def test_forward_uses_known_amax_and_computes_same_codes(monkeypatch):
             if isinstance(p, ScaledTensor):
                 p.stored.known = None
         taken.clear()
-        assert torch.equal(loss_of(model, 9), first) and taken and not any(amax is not None for amax in taken)
+        assert (
+            torch.equal(loss_of(model, 9), first)
+            and taken
+            and not any(amax is not None for amax in taken)
+        )
 
 
 def test_a_copied_optimizer_has_no_records():
     model, optimizer = prepared("O2")
     train(model, optimizer, range(2))
-    assert "fp8_records" in optimizer.__dict__ and "fp8_records" not in copy.deepcopy(optimizer).__dict__
+    assert (
+        "fp8_records" in optimizer.__dict__
+        and "fp8_records" not in copy.deepcopy(optimizer).__dict__
+    )

@@ -1,4 +1,5 @@
-"""State dicts of models at levels hold plain copies: a write to one raises at the next read of the weight."""
+"""State dicts of models at levels hold plain copies: a write to one raises at the next read of the
+weight."""
 
 from __future__ import annotations
 
@@ -61,7 +62,10 @@ def test_every_read_of_the_weight_raises(level, read):
 def test_changed_state_dict_loads_and_trains(level, tmp_path):
     model, optimizer = prepared(level)
     dcp.save({"model": mlp(seed=1).state_dict()}, checkpoint_id=tmp_path, no_dist=True)
-    for change in (lambda state: dcp.load({"model": state}, checkpoint_id=tmp_path, no_dist=True), halve):
+    for change in (
+        lambda state: dcp.load({"model": state}, checkpoint_id=tmp_path, no_dist=True),
+        halve,
+    ):
         state = model.state_dict()
         change(state)
         model.load_state_dict(state)
@@ -89,7 +93,11 @@ def test_freed_copies_take_no_memory():
     for _ in range(5):
         model.state_dict()
     copies = model[0].weight.state_dict_copies.copies
-    assert len(copies) == 1 and copies[0].memory.expired() and copies[0].counters[0].untyped_storage().nbytes() == 0
+    assert (
+        len(copies) == 1
+        and copies[0].memory.expired()
+        and copies[0].counters[0].untyped_storage().nbytes() == 0
+    )
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:blockwise"])

@@ -1,4 +1,5 @@
-"""Provide TransformerEngine to the processes started by these tests; pytest's own process never has it."""
+"""Provide TransformerEngine to the processes started by these tests; pytest's own process never has
+it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import installing
 import pytest
 
 HERE = Path(__file__).parent
-collect_ignore = [] if "TE_SITE" in os.environ else ["inside"]  # run by test_inside.py, in a separate process
+# run by test_inside.py, in a separate process
+collect_ignore = [] if "TE_SITE" in os.environ else ["inside"]
 
 
 @pytest.fixture(scope="session")

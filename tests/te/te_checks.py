@@ -76,7 +76,9 @@ def check_losses_match_te_linear_under_ddp():
         optimizer = adamw(wrapped)
         prepare(wrapped, optimizer, spec)
         by_hand = InAutocast(DistributedDataParallel(of_te_linear()), recipe())
-        assert losses(wrapped, optimizer, own_batches()) == losses(by_hand, adamw(by_hand), own_batches()), spec
+        assert losses(wrapped, optimizer, own_batches()) == losses(
+            by_hand, adamw(by_hand), own_batches()
+        ), spec
         assert_every_product(wrapped)
         if spec == "te:delayed":
             assert not differs_between_ranks(scales(wrapped))
@@ -90,14 +92,17 @@ def check_losses_match_te_linear_under_fsdp2():
         optimizer = adamw(made)
         prepare(made, optimizer, spec)
         by_hand = InAutocast(sharded(of_te_linear()), recipe())
-        assert losses(made, optimizer, own_batches()) == losses(by_hand, adamw(by_hand), own_batches()), spec
+        assert losses(made, optimizer, own_batches()) == losses(
+            by_hand, adamw(by_hand), own_batches()
+        ), spec
         assert_every_product(made)
         assert all(isinstance(parameter, DTensor) for parameter in made.parameters())
         assert made.blocks[0].up.is_fsdp2 is True
 
 
 def check_conv1d_trains_like_linear_layers_under_ddp_and_fsdp2():
-    """Match bitwise, except at a level under FSDP2, with different shards of a gradient and their own scales."""
+    """Match bitwise, except at a level under FSDP2, with different shards of a gradient and their
+    own scales."""
     for wrap in (DistributedDataParallel, sharded):
         for spec in ("te:delayed", "te:blockwise", "te:dynamic+msamp:O3"):
             found = []
@@ -106,7 +111,9 @@ def check_conv1d_trains_like_linear_layers_under_ddp_and_fsdp2():
                 made.first, made.last = twin(made.first), twin(made.last)
                 for block in made.blocks:
                     block.up = twin(block.up)
-                recipe = fp8_backends.FP8RecipeKwargs(backend=spec, **({"rounding": "nearest"} if "O3" in spec else {}))
+                recipe = fp8_backends.FP8RecipeKwargs(
+                    backend=spec, **({"rounding": "nearest"} if "O3" in spec else {})
+                )
                 prepare(made, None, recipe)
                 wrapped = wrap(made)
                 optimizer = adamw(wrapped)
@@ -118,8 +125,8 @@ def check_conv1d_trains_like_linear_layers_under_ddp_and_fsdp2():
 
 
 def check_experts_train_alike_under_ddp_and_fsdp2():
-    """Use only experts: under FSDP2 `te.Linear` casts its weight again in backward, by the scales of the next step. At
-    a level a shard's gradient has its own scale."""
+    """Use only experts: under FSDP2 `te.Linear` casts its weight again in backward, by the scales
+    of the next step. At a level a shard's gradient has its own scale."""
     for backend, gap in (("te:delayed", 0), ("te:dynamic+msamp:O4", 1e-3)):
         found = {}
         for wrap in (expert_checks.in_ddp, expert_checks.in_fsdp2):
@@ -132,12 +139,20 @@ def check_experts_train_alike_under_ddp_and_fsdp2():
 
 
 def check_expert_parallelism_matches_one_process():
-    """Include a rank without tokens; with delayed scales experts stay in high precision with a reason. Weights'
-    gradients match up to one bf16 unit: an operand's address may change the order of an FP32 sum."""
-    for scaling, numbers in (("dynamic", (40, 7)), ("blockwise", (0, 24)), ("dynamic+msamp:O2", (0, 24))):
+    """Include a rank without tokens; with delayed scales experts stay in high precision with a
+    reason. Weights' gradients match up to one bf16 unit: an operand's address may change the order
+    of an FP32 sum."""
+    for scaling, numbers in (
+        ("dynamic", (40, 7)),
+        ("blockwise", (0, 24)),
+        ("dynamic+msamp:O2", (0, 24)),
+    ):
         tokens = routed(sum(numbers), 0, torch.bfloat16)
         dy = torch.randn(sum(numbers), WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
-        one, root = (expert_checks.experts_in_fp8(f"te:{scaling}", torch.bfloat16, share) for share in (False, True))
+        one, root = (
+            expert_checks.experts_in_fp8(f"te:{scaling}", torch.bfloat16, share)
+            for share in (False, True)
+        )
         expected = expert_checks.one_step(one, *tokens, dy)
         own = [expert_checks.of_this_rank(each, numbers) for each in (*tokens, dy)]
         for found, each in zip(expert_checks.one_step(root, *own), expected, strict=True):
@@ -146,7 +161,9 @@ def check_expert_parallelism_matches_one_process():
             gradient = one.experts.get_parameter(name).grad
             if isinstance(gradient, ScaledTensor):
                 continue  # a rank's has another scale
-            torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=2**-7, atol=1e-4)
+            torch.testing.assert_close(
+                parameter.grad.full_tensor(), gradient, rtol=2**-7, atol=1e-4
+            )
     with pytest.raises(FP8BackendError, match="mix the amaxes of different experts"):
         expert_checks.experts_in_fp8("te:delayed", torch.bfloat16, share=True)
 
@@ -166,7 +183,8 @@ def check_recomputation_under_fsdp2_changes_no_loss():
 
 
 def check_delayed_scales_in_a_pipeline_are_refused():
-    """Avoid a deadlock: one stage would wait for amaxes of a rank waiting for that stage's output."""
+    """Avoid a deadlock: one stage would wait for amaxes of a rank waiting for that stage's
+    output."""
     for spec, said in (
         ("te:delayed", pytest.raises(RecipeError, match="not go with a pipeline")),
         ("te:dynamic", nullcontext()),
@@ -174,7 +192,9 @@ def check_delayed_scales_in_a_pipeline_are_refused():
         made = model()
         prepare(made, None, spec)
         sizes = {"input_args": BATCHES[0], "output_args": BATCHES[0]}
-        stage = PipelineStage(made, dist.get_rank(), dist.get_world_size(), torch.device("cpu"), **sizes)
+        stage = PipelineStage(
+            made, dist.get_rank(), dist.get_world_size(), torch.device("cpu"), **sizes
+        )
         with said:
             stage.forward_maybe_with_nosync(BATCHES[0])
         with torch.no_grad():
@@ -201,11 +221,14 @@ def check_ranks_running_different_layers_synchronize_scales():
     losses(made, optimizer, own_batches()[:3])
     assert not differs_between_ranks(scales(made))
     input_scales = [layer.delayed_state("forward").scale[0].item() for layer in made.experts]
-    assert input_scales[1] == input_scales[2] < input_scales[0], "rank 1's inputs are twice as large"
+    assert input_scales[1] == input_scales[2] < input_scales[0], (
+        "rank 1's inputs are twice as large"
+    )
 
 
 def accelerator(engine: str, **fields) -> Accelerator:
-    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier notice may name another engine
+    # an earlier notice may name another engine
+    AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     arguments = engine_arguments(engine, 1.0, 1)
     handlers = [TERecipeKwargs(**fields), *arguments.pop("kwargs_handlers", [])]
@@ -226,11 +249,14 @@ def train(acc: Accelerator, made: nn.Module, optimizer, batches) -> list[float]:
 
 
 def check_norms_match_one_rank_under_ddp_and_fsdp2():
-    """Both ranks see the same batches, so the mean of their gradients is the gradient, and every loss repeats."""
+    """Both ranks see the same batches, so the mean of their gradients is the gradient, and every
+    loss repeats."""
     found = []
     for wrap in (lambda made: made, DistributedDataParallel, shard_each):
         torch.manual_seed(0)
-        made = nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32, eps=1e-5), nn.Linear(32, 32), nn.LayerNorm(32))
+        made = nn.Sequential(
+            nn.Linear(32, 32), nn.RMSNorm(32, eps=1e-5), nn.Linear(32, 32), nn.LayerNorm(32)
+        )
         prepare(made, None, "te:dynamic")
         ((_, _, known),) = prepared_roots(made)
         assert [norm.swapped for norm in known.report.norms] == [True, True]
@@ -293,7 +319,8 @@ def check_fp8_params_train_under_ddp_and_refuse_sharding():
 
 
 def check_deepspeed_matches_one_rank():
-    """Both ranks see the same batches, so the mean of their gradients is the gradient, and every number repeats."""
+    """Both ranks see the same batches, so the mean of their gradients is the gradient, and every
+    number repeats."""
     fp8_backends.connect()
     for engine, scaling, recompute in (("ZeRO1", "dynamic", None), ("ZeRO3", "delayed", False)):
         made, (alone, its_optimizer) = model(recompute), prepared_alone(scaling, recompute)

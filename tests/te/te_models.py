@@ -1,4 +1,5 @@
-"""Share a small model, its training loop, and the same loop written with TransformerEngine's own classes."""
+"""Share a small model, its training loop, and the same loop written with TransformerEngine's own
+classes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
     def forward(self, x):
-        return self.body(x) if self.recompute is None else checkpoint(self.body, x, use_reentrant=self.recompute)
+        return (
+            self.body(x)
+            if self.recompute is None
+            else checkpoint(self.body, x, use_reentrant=self.recompute)
+        )
 
 
 class Model(nn.Module):
@@ -80,12 +85,15 @@ def losses(made, optimizer, batches=BATCHES, accumulate: int = 1) -> list[float]
 
 
 def of_te_linear() -> Model:
-    """Return the same model of `te.Linear`, with its weights copied. `enter_fp8` belongs around its forward."""
+    """Return the same model of `te.Linear`, with its weights copied. `enter_fp8` belongs around its
+    forward."""
     made = model()
     for parent in list(made.modules()):
         for name, layer in list(parent._modules.items()):
             if type(layer) is nn.Linear:
-                own = te.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="cpu")
+                own = te.Linear(
+                    layer.in_features, layer.out_features, bias=layer.bias is not None, device="cpu"
+                )
                 own.weight.data.copy_(layer.weight.data)
                 if layer.bias is not None:
                     own.bias.data.copy_(layer.bias.data)

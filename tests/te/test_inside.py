@@ -1,6 +1,8 @@
-"""Run the tests of `inside` in one process, with TransformerEngine's Python over the stand-in for its compiled part.
+"""Run the tests of `inside` in one process, with TransformerEngine's Python over the stand-in for
+its compiled part.
 
-Directly: `TE_SITE=FOLDER python -m pytest tests/te/inside`, with the packages of requirements.txt in FOLDER.
+Directly: `TE_SITE=FOLDER python -m pytest tests/te/inside`, with the packages of requirements.txt
+in FOLDER.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ HERE = Path(__file__).parent
 def test_tests_with_transformer_engine_pass(marked, te_site, subtests, tmp_path):
     results = tmp_path / "results.xml"
     process = warm_process.run(
-        *("-m", "pytest", str(HERE / "inside"), "-q", "-m", marked, "-p", "no:cacheprovider", f"--junitxml={results}"),
+        *(
+            "-m",
+            "pytest",
+            str(HERE / "inside"),
+            "-q",
+            "-m",
+            marked,
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={results}",
+        ),
         env={**os.environ, "TE_SITE": str(te_site)},
         cwd=HERE.parent.parent,
     )

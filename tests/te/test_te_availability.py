@@ -1,4 +1,5 @@
-"""The answers of the `te` compute without a usable TransformerEngine. Here it is not even installed."""
+"""The answers of the `te` compute without a usable TransformerEngine. Here it is not even
+installed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ COMPUTE = registry.get_compute("te")
 def installed(monkeypatch, tmp_path):
     """Install a package `transformer_engine` without its compiled part, and without a GPU."""
     (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise OSError('libcudnn.so.9: cannot open')\n")
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(
+        "raise OSError('libcudnn.so.9: cannot open')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / "transformer_engine"
 
@@ -35,14 +38,20 @@ def pretend_gpu(monkeypatch, gpu):
     is_amd = isinstance(gpu, str)
     monkeypatch.setattr(hardware, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4) if is_amd else gpu)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device=None: (9, 4) if is_amd else gpu
+    )
     monkeypatch.setattr(torch.version, "hip", "6.4" if is_amd else None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu)
+    )
 
 
 def assert_refused(reason: str) -> None:
     availability = COMPUTE.availability()
-    assert not availability and "native:delayed" in availability.fix and reason in availability.reason, availability
+    assert (
+        not availability and "native:delayed" in availability.fix and reason in availability.reason
+    ), availability
     assert "transformer_engine" not in sys.modules, "only looked up"
 
 
@@ -73,7 +82,8 @@ def test_failing_import_on_hopper_is_quoted(compiled, monkeypatch):
     assert COMPUTE.availability()
     model = nn.Linear(16, 16)
     with pytest.raises(
-        BackendUnavailableError, match="OSError: libcudnn.so.9: cannot open.*installation.html.*, or use the native"
+        BackendUnavailableError,
+        match="OSError: libcudnn.so.9: cannot open.*installation.html.*, or use the native",
     ):
         prepare(model, None, "te")
     assert type(model) is nn.Linear

@@ -1,4 +1,5 @@
-"""Run the benchmarks of TransformerEngine over the stand-in: they find parity, and detect faults."""
+"""Run the benchmarks of TransformerEngine over the stand-in: they find parity, and detect
+faults."""
 
 from __future__ import annotations
 

@@ -37,6 +37,10 @@ def test_record_is_of_real_kernels():
 @pytest.mark.parametrize("recipe", ["delayed_max", "delayed_recent", "dynamic", "blockwise"])
 def test_a_changed_code_is_found(golden, recipe):
     found = load_file(RECORD)
-    key = next(key for key in found if key.startswith(recipe) and key.endswith("x") and found[key].dtype.itemsize == 1)
+    key = next(
+        key
+        for key in found
+        if key.startswith(recipe) and key.endswith("x") and found[key].dtype.itemsize == 1
+    )
     found[key].view(-1).view(golden.torch.uint8)[0] ^= 1
     assert any(difference.startswith(key) for difference in golden.differences(found))

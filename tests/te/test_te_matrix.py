@@ -1,4 +1,5 @@
-"""TransformerEngine's cells of the matrix: each of its backends under each engine, over the stand-in."""
+"""TransformerEngine's cells of the matrix: each of its backends under each engine, over the
+stand-in."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ ON_TWO_RANKS = tuple(engine for engine in matrix.ENGINES if engine not in ("sing
 
 
 @pytest.mark.parametrize(
-    "nightly", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)]
+    "nightly",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)],
 )
 @pytest.mark.parametrize("engines", [("single",), ON_TWO_RANKS], ids=len)
 def test_te_backend_trains_under_engine(engines, nightly, te_site, subtests):

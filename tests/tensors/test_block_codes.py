@@ -1,4 +1,5 @@
-"""`BlockCodes`: codes of an FP8 checkpoint in a Parameter, read as values and never changed by chance."""
+"""`BlockCodes`: codes of an FP8 checkpoint in a Parameter, read as values and never changed by
+chance."""
 
 from __future__ import annotations
 
@@ -17,14 +18,20 @@ from fp8_backends.tensors.block_codes import BlockCodes
 def made(rows: int = 200, columns: int = 300, dtype: torch.dtype = torch.float32) -> BlockCodes:
     """Return random codes with scales other than powers of two."""
     generator = torch.Generator().manual_seed(0)
-    codes = (torch.randn(rows, columns, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = (
+        (torch.randn(rows, columns, generator=generator) * 100)
+        .clamp(-448, 448)
+        .to(torch.float8_e4m3fn)
+    )
     scales = torch.rand(-(-rows // 128), -(-columns // 128), generator=generator) * 1e-3 + 1e-4
     return BlockCodes((codes, scales), dtype)
 
 
 def same(a: BlockCodes, b: BlockCodes) -> bool:
     assert isinstance(a, BlockCodes) and isinstance(b, BlockCodes)
-    return torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8)) and torch.equal(a.scale_inv, b.scale_inv)
+    return torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8)) and torch.equal(
+        a.scale_inv, b.scale_inv
+    )
 
 
 def test_values_match_reference_in_every_function():
@@ -33,7 +40,10 @@ def test_values_match_reference_in_every_function():
     assert torch.equal(tensor.exact(), values) and torch.equal(tensor + 0, values)
     x = torch.randn(4, 300)
     assert torch.equal(nn.functional.linear(x, tensor), nn.functional.linear(x, values))
-    assert torch.equal(tensor.t().contiguous(), values.t().contiguous()) and tensor.sum() == values.sum()
+    assert (
+        torch.equal(tensor.t().contiguous(), values.t().contiguous())
+        and tensor.sum() == values.sum()
+    )
     assert made(dtype=torch.bfloat16).exact().dtype == torch.bfloat16
 
 
@@ -41,7 +51,12 @@ def test_copies_of_every_kind_keep_codes_bitwise():
     parameter = nn.Parameter(made(), requires_grad=False)
     module = nn.Linear(300, 200)
     module.weight = parameter
-    copies = [copy.deepcopy(parameter), saved_and_loaded(parameter), parameter.detach(), parameter.clone()]
+    copies = [
+        copy.deepcopy(parameter),
+        saved_and_loaded(parameter),
+        parameter.detach(),
+        parameter.clone(),
+    ]
     assert all(same(each, parameter) for each in (*copies, module.to(torch.bfloat16).weight))
     assert module.weight.dtype == torch.bfloat16 and isinstance(copies[1], nn.Parameter)
     assert not copies[1].requires_grad and "one scale for 128 x 128" in repr(parameter)
@@ -104,7 +119,9 @@ WRITES = {
 def test_writes_through_views_are_refused(view, write):
     tensor = nn.Parameter(made(), requires_grad=False)
     seen = VIEWS[view](tensor)
-    with pytest.raises(FP8BackendError, match=r"frozen codes of a checkpoint in place.*restore\(model\)"):
+    with pytest.raises(
+        FP8BackendError, match=r"frozen codes of a checkpoint in place.*restore\(model\)"
+    ):
         WRITES[write](seen)
     assert same(tensor, made())
 
@@ -113,7 +130,11 @@ def test_writes_through_views_are_refused(view, write):
 def test_views_read_plain_values_and_copies_are_plain(view):
     tensor = nn.Parameter(made(), requires_grad=False)
     seen, plain = VIEWS[view](tensor), VIEWS[view](tensor.exact())
-    assert torch.equal(seen, plain) and seen.stride() == plain.stride() and seen.tolist() == plain.tolist()
+    assert (
+        torch.equal(seen, plain)
+        and seen.stride() == plain.stride()
+        and seen.tolist() == plain.tolist()
+    )
     copied = seen + 0
     assert type(copied) is torch.Tensor and torch.equal(copied.zero_(), torch.zeros_like(plain))
     if isinstance(seen, BlockCodes):
@@ -147,14 +168,18 @@ def test_raw_memory_access_gets_read_only_copy_or_error():
         assert torch.equal(torch.from_numpy(seen.numpy().copy()), seen.values())
         with pytest.raises(ValueError, match="read-only"):
             seen.numpy()[0, 0] = 1.0
-        with pytest.raises(FP8BackendError, match=r"holds no values that another library could share.*values\(\)"):
+        with pytest.raises(
+            FP8BackendError, match=r"holds no values that another library could share.*values\(\)"
+        ):
             torch.from_dlpack(seen)
         assert seen.share_memory_() is seen and seen.is_shared()
     assert same(tensor, made())
 
 
 def test_writing_collective_is_refused(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1
+    )
     try:
         for seen in (made(), made()[1:3]):
             with pytest.raises(FP8BackendError, match="frozen codes"):

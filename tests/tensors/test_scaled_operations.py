@@ -1,7 +1,8 @@
-"""Run PyTorch's whole operator list over weights in scaled precision and plain tensors of the same values.
+"""Run PyTorch's whole operator list over weights in scaled precision and plain tensors of the same
+values.
 
-Each operation in place, each with `out=`, and each view, through each way to a weight's values, stores the plain
-result or is refused by our error.
+Each operation in place, each with `out=`, and each view, through each way to a weight's values,
+stores the plain result or is refused by our error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch.utils._pytree import tree_iter
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize, quantize_pair
 
-# PyTorch's own tests forbid flags such as `torch.backends.mkldnn.enabled` in the process; other tests here set them
+# PyTorch's own tests forbid flags such as `torch.backends.mkldnn.enabled` in the process; other
+# tests here set them
 with getattr(torch.backends, "__allow_nonbracketed_mutation")():
     from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
@@ -31,12 +33,21 @@ E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 SAMPLES = 5
 """Samples per operation, out of those in PyTorch's own tests."""
 LEVELS = ("O2", "O3", "O4")
-CHANGE_THE_SHAPE = {"as_strided_", "resize__", "resize_as__", "squeeze_", "t_", "transpose_", "unsqueeze_"}
+CHANGE_THE_SHAPE = {
+    "as_strided_",
+    "resize__",
+    "resize_as__",
+    "squeeze_",
+    "t_",
+    "transpose_",
+    "unsqueeze_",
+}
 CHANGE_THE_SHAPE |= {"addbmm_", "nn.functional.dropout3d_"}  # with some of their samples
 
 
 def weight_of(values: torch.Tensor, level: str = "O3") -> tuple[nn.Parameter, torch.Tensor]:
-    """A weight as a level stores it, and its exact values as a plain tensor of the same dtype and strides."""
+    """A weight as a level stores it, and its exact values as a plain tensor of the same dtype and
+    strides."""
     weight = quantize_pair(values) if level == "O4" else quantize(values, FP16)
     if level == "O3":
         master, weight = weight, quantize(weight.dequantize(torch.float32), E4M3, values.dtype)
@@ -55,12 +66,17 @@ WAYS = {
 
 
 def samples_of(operation, count: int = SAMPLES) -> list:
-    # the calling test is looked up on the stack, twice per operation, at the cost of this whole test
-    nobody_asks = [mock.patch.object(each, "extract_test_fn", lambda: None) for each in (common_utils, core)]
+    # the calling test is looked up on the stack, twice per operation, at the cost of this whole
+    # test
+    nobody_asks = [
+        mock.patch.object(each, "extract_test_fn", lambda: None) for each in (common_utils, core)
+    ]
     with nobody_asks[0], nobody_asks[1], warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(0)
-        found = itertools.islice(operation.sample_inputs("cpu", torch.float32, requires_grad=False), count)
+        found = itertools.islice(
+            operation.sample_inputs("cpu", torch.float32, requires_grad=False), count
+        )
         return [
             each
             for each in found
@@ -84,8 +100,8 @@ def outcome(function) -> tuple:
 
 
 def stores(weight: ScaledTensor, plain: torch.Tensor) -> bool:
-    """Return True if a weight stores a plain tensor's values, exactly or rounded at its level after a copy of the
-    whole. Its data are its exact values, rounded."""
+    """Return True if a weight stores a plain tensor's values, exactly or rounded at its level after
+    a copy of the whole. Its data are its exact values, rounded."""
     level = {None: "O2", torch.int8: "O4"}.get(getattr(weight.rest, "dtype", None), "O3")
     values, (_, as_rounded) = weight.detach().exact(), weight_of(plain, level)
     if values.shape != plain.shape or not torch.isfinite(plain).all():
@@ -96,7 +112,9 @@ def stores(weight: ScaledTensor, plain: torch.Tensor) -> bool:
 
 def same(values: torch.Tensor, plain: torch.Tensor) -> bool:
     """Compare up to one FP32 rounding, from multiplying the scale by a number."""
-    return values.shape == plain.shape and torch.allclose(values, plain, rtol=2**-23, atol=0, equal_nan=True)
+    return values.shape == plain.shape and torch.allclose(
+        values, plain, rtol=2**-23, atol=0, equal_nan=True
+    )
 
 
 class Walk:
@@ -108,7 +126,9 @@ class Walk:
         self.names: set[str] = set()
         self.refused: set[str] = set()
 
-    def compare(self, operator: str, how: str, weight, plain: torch.Tensor, ours: tuple, theirs: tuple) -> None:
+    def compare(
+        self, operator: str, how: str, weight, plain: torch.Tensor, ours: tuple, theirs: tuple
+    ) -> None:
         if theirs[0] == "raised":  # it raises for a plain tensor as well
             verdict = "raises anyway" if ours[0] != "did" else "goes where a plain tensor raises"
         elif ours[0] == "refused":
@@ -126,7 +146,8 @@ class Walk:
 
     def conclude(self, refused: set[str]) -> None:
         """Print the figures, and raise for findings or unexpected refusals."""
-        print(f"{len(self.names)} operators: {dict(self.counts)}, refused: {sorted(self.refused)}")  # with -s
+        # with -s
+        print(f"{len(self.names)} operators: {dict(self.counts)}, refused: {sorted(self.refused)}")
         assert not self.findings, "\n".join(self.findings)
         assert self.refused == refused
 
@@ -150,34 +171,59 @@ def call(function, *args, **kwargs):
 
 @pytest.mark.slow
 def test_inplace_operation_is_stored_or_refused():
-    walk, operations = Walk(), [each for each in op_db if each.inplace_variant and torch.float32 in each.dtypes]
+    walk, operations = (
+        Walk(),
+        [each for each in op_db if each.inplace_variant and torch.float32 in each.dtypes],
+    )
     assert len(operations) > 150
     for operation in operations:
         for number, sample in enumerate(samples_of(operation)):
             for way, level in walked(operation, number):
                 see, (weight, plain) = WAYS[way], weight_of(sample.input, level)
                 theirs, ours = (
-                    call(functools.partial(in_place, operation, see, p), *sample.args, **sample.kwargs)
+                    call(
+                        functools.partial(in_place, operation, see, p),
+                        *sample.args,
+                        **sample.kwargs,
+                    )
                     for p in (plain, weight)
                 )
-                walk.compare(f"{operation.name}_", f"through {way} at {level}", weight, plain, ours, theirs)
+                walk.compare(
+                    f"{operation.name}_", f"through {way} at {level}", weight, plain, ours, theirs
+                )
     walk.conclude(refused=CHANGE_THE_SHAPE)
 
 
 @pytest.mark.slow
 def test_out_argument_is_stored_or_refused():
-    walk, operations = Walk(), [each for each in op_db if each.supports_out and torch.float32 in each.dtypes]
+    walk, operations = (
+        Walk(),
+        [each for each in op_db if each.supports_out and torch.float32 in each.dtypes],
+    )
     assert len(operations) > 250
     for operation in operations:
         for number, sample in enumerate(samples_of(operation, 3)):
             apply = functools.partial(operation, sample.input, *sample.args, **sample.kwargs)
             _, result = outcome(apply)
-            if type(result) is not torch.Tensor or result.dtype != torch.float32 or not result.numel():
+            if (
+                type(result) is not torch.Tensor
+                or result.dtype != torch.float32
+                or not result.numel()
+            ):
                 continue
             for way, level in walked(operation, number):
                 see, (weight, plain) = WAYS[way], weight_of(torch.ones_like(result), level)
-                theirs, ours = (outcome(functools.partial(write_out, apply, see, p)) for p in (plain, weight))
-                walk.compare(f"{operation.name}(out=)", f"through {way} at {level}", weight, plain, ours, theirs)
+                theirs, ours = (
+                    outcome(functools.partial(write_out, apply, see, p)) for p in (plain, weight)
+                )
+                walk.compare(
+                    f"{operation.name}(out=)",
+                    f"through {way} at {level}",
+                    weight,
+                    plain,
+                    ours,
+                    theirs,
+                )
     walk.conclude(refused={"matmul(out=)"})  # it resizes its output
 
 
@@ -189,18 +235,30 @@ def write_out(apply, see, target):
 def test_write_to_view_is_stored_or_refused():
     """Include every operation that returns a view, or an output sharing memory."""
     walk = Walk()
-    for operation in (each for each in op_db if torch.float32 in each.dtypes and "jiterator" not in each.name):
+    for operation in (
+        each for each in op_db if torch.float32 in each.dtypes and "jiterator" not in each.name
+    ):
         for number, sample in enumerate(samples_of(operation, 2)):
             way, level = walked(operation, number)[0]
             weight, plain = weight_of(sample.input, level)
-            theirs = call(functools.partial(operation, WAYS[way](plain)), *sample.args, **sample.kwargs)
-            shared = [i for i, each in enumerate(tree_iter(theirs[1])) if shares_memory(each, plain)]
+            theirs = call(
+                functools.partial(operation, WAYS[way](plain)), *sample.args, **sample.kwargs
+            )
+            shared = [
+                i for i, each in enumerate(tree_iter(theirs[1])) if shares_memory(each, plain)
+            ]
             if not shared:
                 continue
-            ours = call(functools.partial(operation, WAYS[way](weight)), *sample.args, **sample.kwargs)
+            ours = call(
+                functools.partial(operation, WAYS[way](weight)), *sample.args, **sample.kwargs
+            )
             if ours[0] == theirs[0] == "did":
-                theirs, ours = (outcome(functools.partial(change, each[1], shared)) for each in (theirs, ours))
-            walk.compare(operation.name, f"seen through {way} at {level}", weight, plain, ours, theirs)
+                theirs, ours = (
+                    outcome(functools.partial(change, each[1], shared)) for each in (theirs, ours)
+                )
+            walk.compare(
+                operation.name, f"seen through {way} at {level}", weight, plain, ours, theirs
+            )
     assert len(walk.names) > 60
     walk.conclude(refused={"view_as_complex"})
 
@@ -230,10 +288,19 @@ def test_foreach_operations_change_each_tensor(name):
     theirs, ours, weights, plain = ("raised", None), ("raised", None), [], []
     for args in ((), (0.5,), (others,), (others, others), (others, 0.5), (others, others, 0.5)):
         weights, plain = map(
-            list, zip(*(weight_of(each, level) for each, level in zip(x, ("O4", "O3", "O2"), strict=True)), strict=True)
+            list,
+            zip(
+                *(
+                    weight_of(each, level)
+                    for each, level in zip(x, ("O4", "O3", "O2"), strict=True)
+                ),
+                strict=True,
+            ),
         )
         weights[2], plain[2] = nn.Parameter(x[2].clone()), nn.Parameter(x[2].clone())
-        theirs, ours = (outcome(functools.partial(function, each, *args)) for each in (plain, weights))
+        theirs, ours = (
+            outcome(functools.partial(function, each, *args)) for each in (plain, weights)
+        )
         if theirs[0] == "did":
             break
     assert theirs[0] == ours[0] == "did", (theirs, ours)
@@ -241,7 +308,9 @@ def test_foreach_operations_change_each_tensor(name):
     assert all(stores(weight, p) for weight, p in zip(weights[:2], plain[:2], strict=True))
 
 
-@pytest.mark.parametrize("name", ["add_", "addcmul_", "lerp_", "addmm_", "cumsum_", "index_add_", "clamp_", "normal_"])
+@pytest.mark.parametrize(
+    "name", ["add_", "addcmul_", "lerp_", "addmm_", "cumsum_", "index_add_", "clamp_", "normal_"]
+)
 def test_bf16_weight_changes_in_fp32(name):
     arguments = {
         "add_": lambda one: (one,),

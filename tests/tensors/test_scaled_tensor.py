@@ -1,4 +1,5 @@
-"""ScaledTensor: its bits, operations on its scale, copies, and refusals in place of silent losses."""
+"""ScaledTensor: its bits, operations on its scale, copies, and refusals in place of silent
+losses."""
 
 import copy
 import io
@@ -42,8 +43,12 @@ def values(*shape, seed=0, spread=1.0) -> torch.Tensor:
 def same(a: ScaledTensor, b: ScaledTensor) -> bool:
     """Compare stored bits and presented dtypes."""
     parts, others = stored_parts(a, exact=True), stored_parts(b, exact=True)
-    alike = len(parts) == len(others) and all(x.dtype == y.dtype for x, y in zip(parts, others, strict=True))
-    equal = alike and all(torch.equal(x.float(), y.float()) for x, y in zip(parts, others, strict=True))
+    alike = len(parts) == len(others) and all(
+        x.dtype == y.dtype for x, y in zip(parts, others, strict=True)
+    )
+    equal = alike and all(
+        torch.equal(x.float(), y.float()) for x, y in zip(parts, others, strict=True)
+    )
     return equal and a.dtype == b.dtype
 
 
@@ -77,7 +82,11 @@ def test_fused_cast_matches_plain_operations_bitwise(dtype, form, rows, bad):
     assert stored.codes.is_contiguous() and torch.equal(
         stored.scale_inv.nan_to_num(-1), plainly.scale_inv.nan_to_num(-1)
     )
-    assert agreed_over(torch.tensor([-torch.inf, torch.nan, 2.0]), []).tolist() == [-torch.inf, torch.inf, 2.0]
+    assert agreed_over(torch.tensor([-torch.inf, torch.nan, 2.0]), []).tolist() == [
+        -torch.inf,
+        torch.inf,
+        2.0,
+    ]
 
 
 @pytest.mark.parametrize("rows", [3, 2049])
@@ -91,7 +100,9 @@ def test_gradient_is_rounded_once_at_any_scale(factor, rows):
     total.finish_accumulation()
     expected = quantize(product, E4M3, amax=amax_of(product))
     assert total.codes.dtype == E4M3
-    torch.testing.assert_close(total.dequantize(), expected.dequantize(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        total.dequantize(), expected.dequantize(), rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("storage", STORED)
@@ -107,7 +118,10 @@ def test_quantize_rounds_by_at_most_half_a_step(storage, block_size, seed, expon
     amax = amax_of(x, block_size).reshape(-1)
     scaled = amax.double() * scale.reshape(-1)
     assert (scaled <= largest).all() and (scaled[amax > 0] > largest / 2 * (1 - 1e-6)).all()
-    normal = x.abs() * (scale.repeat_interleave(block_size)[:n] if block_size else scale) >= torch.finfo(storage).tiny
+    normal = (
+        x.abs() * (scale.repeat_interleave(block_size)[:n] if block_size else scale)
+        >= torch.finfo(storage).tiny
+    )
     error = (t.dequantize().double() - x.double()).abs() / x.double().abs().clamp(min=1e-300)
     assert (error[normal] <= HALF_STEP[storage]).all()
     assert t.dtype == torch.float32 and t.shape == x.shape
@@ -119,7 +133,9 @@ def test_pair_has_12_bits_and_nearest_code(seed, exponent, n):
     x = values(n, seed=seed) * torch.logspace(0, -9, n) * 2.0**exponent
     t = quantize_pair(x)
     error = (t.exact().double() - x.double()).abs()
-    assert (error <= torch.maximum(2.0**-12 * x.double().abs(), 2.0**-25 * x.double().abs().max())).all()
+    assert (
+        error <= torch.maximum(2.0**-12 * x.double().abs(), 2.0**-25 * x.double().abs().max())
+    ).all()
     assert torch.equal(quantize_pair(t.exact()).exact(), t.exact())
     scaled = t.exact() / t.scale_inv
     nearest = saturating_cast(scaled, formats.E4M3).float()
@@ -267,7 +283,9 @@ def weights(level: str, x: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(weight)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam])
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam]
+)
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("level", LEVELS)
 def test_stock_optimizer_trains_weight_like_fp32(optimizer, foreach, level):
@@ -280,7 +298,8 @@ def test_stock_optimizer_trains_weight_like_fp32(optimizer, foreach, level):
         ours.step()
         stock.step()
     torch.testing.assert_close(weight.exact(), plain.detach(), rtol=1e-6, atol=0)
-    assert torch.equal(weight.dequantize(), weights(level, weight.exact()).dequantize())  # data follow, rounded
+    # data follow, rounded
+    assert torch.equal(weight.dequantize(), weights(level, weight.exact()).dequantize())
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -308,7 +327,12 @@ def test_partial_or_sharded_weight_refuses_writes():
     with pytest.raises(FP8BackendError, match="shard_states=False"):
         t.add_(1)
     t.shared_out = False
-    for change in (lambda: t.t_(), lambda: t.unsqueeze_(0), lambda: t.resize_(4), lambda: t.set_(torch.ones(2))):
+    for change in (
+        lambda: t.t_(),
+        lambda: t.unsqueeze_(0),
+        lambda: t.resize_(4),
+        lambda: t.set_(torch.ones(2)),
+    ):
         with pytest.raises(FP8BackendError, match="restore"):
             change()
     for wrong in (before[:4], before.double(), before.to("meta")):
@@ -322,7 +346,8 @@ def test_partial_or_sharded_weight_refuses_writes():
 
 
 @pytest.mark.parametrize(
-    "use", [lambda t: t.add_(0.1), lambda t: t.copy_(torch.full((8, 8), 0.1)), lambda t: t[:].fill_(0.1)]
+    "use",
+    [lambda t: t.add_(0.1), lambda t: t.copy_(torch.full((8, 8), 0.1)), lambda t: t[:].fill_(0.1)],
 )
 @pytest.mark.parametrize("level", LEVELS)
 def test_new_memory_of_a_weight_is_plain(use, level):
@@ -387,14 +412,35 @@ def test_residual_belongs_to_its_weight():
     t = weights("O4", values(8, 8)).detach()
     exact = t.exact()
     assert not torch.equal(exact, t.dequantize())
-    for other in (nn.Parameter(t.detach()), copy.deepcopy(t), pickle.loads(pickle.dumps(t)), t.cpu(), t.double()):
+    for other in (
+        nn.Parameter(t.detach()),
+        copy.deepcopy(t),
+        pickle.loads(pickle.dumps(t)),
+        t.cpu(),
+        t.double(),
+    ):
         assert torch.equal(other.exact(torch.float32), exact) and other.rest.dtype == torch.int8
-    seen = {"t": t.t(), "rows": t[2:5], "column": t[:, 3], "strided": t.view(-1)[::3], "split": t.split(3)[1]}
-    plain = {"t": exact.t(), "rows": exact[2:5], "column": exact[:, 3], "strided": exact.view(-1)[::3]}
+    seen = {
+        "t": t.t(),
+        "rows": t[2:5],
+        "column": t[:, 3],
+        "strided": t.view(-1)[::3],
+        "split": t.split(3)[1],
+    }
+    plain = {
+        "t": exact.t(),
+        "rows": exact[2:5],
+        "column": exact[:, 3],
+        "strided": exact.view(-1)[::3],
+    }
     plain["split"] = exact.split(3)[1]
     for name, view in seen.items():
         assert torch.equal(view.exact(), plain[name]) and view.residual.shape == view.codes.shape
-        for other in (copy.deepcopy(view), pickle.loads(pickle.dumps(view)), view.detach().to("cpu", copy=True)):
+        for other in (
+            copy.deepcopy(view),
+            pickle.loads(pickle.dumps(view)),
+            view.detach().to("cpu", copy=True),
+        ):
             assert torch.equal(other.exact(), plain[name])
     t.detach()[2:5].mul_(1.1)
     assert torch.equal(t[2:5].exact(), exact[2:5] * 1.1) and torch.equal(t[:2].exact(), exact[:2])
@@ -407,9 +453,14 @@ def test_weight_copies_exact_values_of_any_form():
     x = values(16, 16, spread=0.02)
     for source in LEVELS:
         for target in LEVELS:
-            given, taken = weights(source, x).detach(), weights(target, values(16, 16, seed=1)).detach()
+            given, taken = (
+                weights(source, x).detach(),
+                weights(target, values(16, 16, seed=1)).detach(),
+            )
             taken.copy_(given)
-            assert same(taken, weights(target, given.exact())) or torch.equal(taken.exact(), given.exact())
+            assert same(taken, weights(target, given.exact())) or torch.equal(
+                taken.exact(), given.exact()
+            )
 
 
 @pytest.mark.parametrize(("level", "storage"), [("O3", FP16), ("O4", torch.int8)])
@@ -417,14 +468,26 @@ def test_rank_without_master_has_codes_of_owner(level, storage):
     owner, other = weights(level, values(8, 8)).detach(), weights(level, values(8, 8)).detach()
     owner.shared_out = other.shared_out = True
     other.rest, other.elsewhere = None, Elsewhere(0, storage)
-    ties = torch.linspace(-1, 1, 64).view(8, 8) * 17.5 + 2**-9  # values that two roundings may round differently
-    for source in (values(8, 8, seed=1), ties, ties.bfloat16(), *(weights(each, ties).detach() for each in LEVELS)):
+    # values that two roundings may round differently
+    ties = torch.linspace(-1, 1, 64).view(8, 8) * 17.5 + 2**-9
+    for source in (
+        values(8, 8, seed=1),
+        ties,
+        ties.bfloat16(),
+        *(weights(each, ties).detach() for each in LEVELS),
+    ):
         owner.copy_(source)
         other.copy_(source)
-        assert same(ScaledTensor(owner.codes, owner.scale_inv), ScaledTensor(other.codes, other.scale_inv))
+        assert same(
+            ScaledTensor(owner.codes, owner.scale_inv), ScaledTensor(other.codes, other.scale_inv)
+        )
     assert torch.equal(other.dequantize(), owner.dequantize())
     reads = (other.exact, other.clone, owner.clone, owner.tolist)
-    for wrong in (*reads, lambda: owner.copy_(other), lambda: weights("O4", ties).detach().copy_(other)):
+    for wrong in (
+        *reads,
+        lambda: owner.copy_(other),
+        lambda: weights("O4", ties).detach().copy_(other),
+    ):
         with pytest.raises(FP8BackendError, match="whole_states"):
             wrong()
     with pytest.raises(FP8BackendError, match="shard_states=False"):
@@ -442,11 +505,21 @@ def test_shards_have_residual_parts_and_gathered_weights_only_data(level):
         shard.narrow(0, 0, rows.stop - rows.start).copy_(whole[rows])
         shards.append(shard.narrow(0, 0, rows.stop - rows.start))
         assert shards[-1].partial == SHARD and torch.equal(shards[-1].exact(), whole[rows].exact())
-    sent = [shard.fsdp_pre_all_gather(Mesh(), whole.size(), whole.stride(), None, None) for shard in shards]
+    sent = [
+        shard.fsdp_pre_all_gather(Mesh(), whole.size(), whole.stride(), None, None)
+        for shard in shards
+    ]
     parts = [data for (data,), _ in sent]
-    assert all(part.shape == (4, 4) and part.element_size() == (2 if level == "O2" else 1) for part in parts)
+    assert all(
+        part.shape == (4, 4) and part.element_size() == (2 if level == "O2" else 1)
+        for part in parts
+    )
     gathered, inner = shards[0].fsdp_post_all_gather((torch.cat(parts),), sent[0][1], torch.float32)
-    assert torch.equal(gathered.values(), whole.dequantize()) and gathered.rest is None and len(inner) == 1
+    assert (
+        torch.equal(gathered.values(), whole.dequantize())
+        and gathered.rest is None
+        and len(inner) == 1
+    )
     shards[1].copy_(values(3, 4, seed=3))
     agree_on_scale(shards[1], [])
     assert same(shards[1], weights(level, values(3, 4, seed=3)))
@@ -463,12 +536,18 @@ FILES = {
     "not int8": lambda parts, others: others.update(residual=others["residual"].short()),
     "no tensor": lambda parts, others: others.update(residual=[1, 2]),
     "another shape": lambda parts, others: others.update(residual=others["residual"][:2]),
-    "other strides": lambda parts, others: others.update(residual=others["residual"].t().contiguous().t()),
-    "a master besides": lambda parts, others: others.update(master=quantize(torch.ones(4, 4), FP16)),
+    "other strides": lambda parts, others: others.update(
+        residual=others["residual"].t().contiguous().t()
+    ),
+    "a master besides": lambda parts, others: others.update(
+        master=quantize(torch.ones(4, 4), FP16)
+    ),
     "of FP16 data": lambda parts, others: parts.update(data=parts["data"].half(), storage=FP16),
     "of E5M2 data": lambda parts, others: parts.update(storage=E5M2),
     "of a gradient": lambda parts, others: parts.update(context=(torch.float32, 0, True, False)),
-    "in blocks": lambda parts, others: parts.update(scale_inv=torch.ones(2), context=(torch.float32, 8, False, False)),
+    "in blocks": lambda parts, others: parts.update(
+        scale_inv=torch.ones(2), context=(torch.float32, 8, False, False)
+    ),
     "roots with one scale": lambda parts, others: parts.update(storage=ROOT8) or others.clear(),
 }
 
@@ -476,7 +555,9 @@ FILES = {
 @pytest.mark.parametrize("damage", FILES.values(), ids=FILES)
 def test_file_with_inconsistent_parts_is_refused(damage):
     rebuild, state = quantize_pair(values(4, 4)).__reduce_ex__(4)
-    parts = dict(zip(("data", "storage", "scale_inv", "context", "requires_grad"), state[:5], strict=True))
+    parts = dict(
+        zip(("data", "storage", "scale_inv", "context", "requires_grad"), state[:5], strict=True)
+    )
     assert torch.equal(rebuild(*state).exact(), quantize_pair(values(4, 4)).exact())
     others = dict(state[5])
     damage(parts, others)
@@ -501,8 +582,9 @@ def test_roots_are_multiplied_by_value(factor):
 
 
 def test_microbatches_accumulate_in_high_precision_and_round_once():
-    """64 gradients of equal size: summed in FP8 the relative error is 0.14, cast once 0.03 (FP8-LM's rounding is half
-    a step of E4M3, 2**-4, at most; its root mean square over a binade is 0.026)."""
+    """64 gradients of equal size: summed in FP8 the relative error is 0.14, cast once 0.03
+    (FP8-LM's rounding is half a step of E4M3, 2**-4, at most; its root mean square over a binade is
+    0.026)."""
     parts = [values(64, 64, seed=i) for i in range(64)]
     exact = torch.stack(parts).sum(0)
     total = quantize(parts[0], E4M3)
@@ -578,7 +660,10 @@ def ways() -> dict:
         "torch.save": saved,
         "to": lambda t: t.to("cpu", copy=True),
         "flatten": lambda t: ScaledTensor.__tensor_unflatten__(
-            {name: getattr(t, name) for name in t.__tensor_flatten__()[0]}, t.__tensor_flatten__()[1], None, None
+            {name: getattr(t, name) for name in t.__tensor_flatten__()[0]},
+            t.__tensor_flatten__()[1],
+            None,
+            None,
         ),
     }
 
@@ -603,30 +688,44 @@ def test_a_module_moves_and_changes_dtype_with_its_weight_scaled(level):
     weight, before = layer.weight, layer.weight.exact()
     stored = [part.dtype for part in stored_parts(weight, exact=True)]
     layer.to(torch.bfloat16)
-    assert layer.weight is weight and isinstance(weight, ScaledTensor) and weight.dtype == torch.bfloat16
+    assert (
+        layer.weight is weight
+        and isinstance(weight, ScaledTensor)
+        and weight.dtype == torch.bfloat16
+    )
     layer.float()
     assert torch.equal(weight.exact(), before) and weight is layer.weight
     layer.to("meta")
     assert layer.weight.is_meta and isinstance(layer.weight, ScaledTensor)
     layer.to_empty(device="cpu")
     parts = stored_parts(layer.weight, exact=True)
-    assert [(part.dtype, part.device.type) for part in parts] == [(dtype, "cpu") for dtype in stored]
+    assert [(part.dtype, part.device.type) for part in parts] == [
+        (dtype, "cpu") for dtype in stored
+    ]
 
 
 def test_cast_to_dtype_makes_state_plain():
-    """Stock `Optimizer.load_state_dict` casts states like this: a low-precision state loads into plain training by
-    value."""
+    """Stock `Optimizer.load_state_dict` casts states like this: a low-precision state loads into
+    plain training by value."""
     state = quantize(values(8, 8), E4M3)
     assert state.to(torch.float32) is state and type(state.to(torch.bfloat16)) is torch.Tensor
     state.is_state = True
     plain = state.to(dtype=torch.float32, device="cpu")
     assert type(plain) is torch.Tensor and torch.equal(plain, state.dequantize())
     moved = state.to("cpu", copy=True)
-    assert moved.stored is not state.stored and type(moved) is ScaledTensor is not type(moved.to(torch.float32))
+    assert moved.stored is not state.stored and type(moved) is ScaledTensor is not type(
+        moved.to(torch.float32)
+    )
     weight = nn.Parameter(torch.zeros(8, 8))
     stock = torch.optim.AdamW([weight])
-    moments = {"step": torch.tensor(3.0), "exp_avg": state, "exp_avg_sq": quantize(values(8, 8).square(), FP16)}
-    stock.load_state_dict({"state": {0: moments}, "param_groups": stock.state_dict()["param_groups"]})
+    moments = {
+        "step": torch.tensor(3.0),
+        "exp_avg": state,
+        "exp_avg_sq": quantize(values(8, 8).square(), FP16),
+    }
+    stock.load_state_dict(
+        {"state": {0: moments}, "param_groups": stock.state_dict()["param_groups"]}
+    )
     assert torch.equal(stock.state[weight]["exp_avg"], state.dequantize())
     weight.grad = torch.ones(8, 8)
     stock.step()
@@ -634,7 +733,9 @@ def test_cast_to_dtype_makes_state_plain():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "level"), [("eager", "O2"), ("aot_eager", "O2"), ("aot_eager", "O4")])
+@pytest.mark.parametrize(
+    ("backend", "level"), [("eager", "O2"), ("aot_eager", "O2"), ("aot_eager", "O4")]
+)
 def test_compiles_without_graph_breaks(backend, level):
     weight = weights(level, values(8, 8))
 
@@ -653,7 +754,9 @@ def test_repr_shows_format_and_scale():
     assert "stored as E4M3" in repr(quantize(values(4, 4), E4M3)) and "4 scales" in repr(
         quantize(values(8, 8), E4M3, block_size=16)
     )
-    assert "FP16" in repr(quantize(values(4, 4, spread=0.0), FP16)) and "meta" not in repr(values(2))
+    assert "FP16" in repr(quantize(values(4, 4, spread=0.0), FP16)) and "meta" not in repr(
+        values(2)
+    )
     assert "one scale" in repr(quantize(torch.empty(2, 2, device="meta"), E4M3))
     assert "stored as E4M3 and a residual, scale_inv" in repr(quantize_pair(values(4, 4)))
     assert "stored as ROOT8, 2 scales" in repr(quantize(torch.ones(8, 4), ROOT8, block_size=16))

@@ -49,7 +49,10 @@ def grid(fmt):
 
 def naive(x, scale, fmt):
     """Count element by element."""
-    values, found = grid(fmt), dict.fromkeys(("nonzero", "flushed", "saturated", "signal", "noise"), 0)
+    values, found = (
+        grid(fmt),
+        dict.fromkeys(("nonzero", "flushed", "saturated", "signal", "noise"), 0),
+    )
     binades = [0] * BINADES
     top = math.frexp(fmt.max)[1] - 1
     for value, of_element in zip(x.flat, scale.flat, strict=True):
@@ -68,11 +71,17 @@ def naive(x, scale, fmt):
 
 
 def agrees(cast, scale):
-    (ours,), (found, binades) = read([statistics_of(cast)]), naive(cast.values.double().numpy(), scale, cast.fmt)
-    assert (ours.nonzero, ours.flushed, ours.saturated) == tuple(found[n] for n in ("nonzero", "flushed", "saturated"))
+    (ours,), (found, binades) = (
+        read([statistics_of(cast)]),
+        naive(cast.values.double().numpy(), scale, cast.fmt),
+    )
+    assert (ours.nonzero, ours.flushed, ours.saturated) == tuple(
+        found[n] for n in ("nonzero", "flushed", "saturated")
+    )
     assert ours.binades == binades and ours.amax == cast.values.abs().max()
     assert ours.signal == pytest.approx(found["signal"], rel=1e-6)
-    # rounded FP32 numbers: the inverse of the scale, the value after the cast and its distance, to 2**-24
+    # rounded FP32 numbers: the inverse of the scale, the value after the cast and its distance, to
+    # 2**-24
     rounding = 2.0**-22 * math.sqrt(found["signal"])
     assert abs(math.sqrt(ours.noise) - math.sqrt(found["noise"])) <= rounding
 
@@ -102,12 +111,16 @@ def test_counts_match_numpy(seed, shape, spread, exponent, fmt, dtype):
         agrees(Cast(x, fmt, amax, scale), scale.expand(x.shape).numpy())
 
 
-@pytest.mark.parametrize("blocks", [ROWS, VECTORS, SQUARES, MX], ids=["rows", "vectors", "squares", "mx"])
+@pytest.mark.parametrize(
+    "blocks", [ROWS, VECTORS, SQUARES, MX], ids=["rows", "vectors", "squares", "mx"]
+)
 def test_each_block_has_its_own_scale(blocks):
     x = values(1, 5, 140, 2)
     x[3] = 0
     scales = blocks.scale(blocks.amax(x), E4M3)
-    of_elements = scales.repeat_interleave(blocks.rows, 0).repeat_interleave(blocks.columns or 140, 1)[:5, :140]
+    of_elements = scales.repeat_interleave(blocks.rows, 0).repeat_interleave(
+        blocks.columns or 140, 1
+    )[:5, :140]
     agrees(in_blocks(x, E4M3, blocks), of_elements.numpy())
     counted = statistics_of(in_blocks(x, E4M3, blocks))
     held = scales[blocks.amax(x) > 0]
@@ -127,7 +140,11 @@ def test_normal_values_have_known_error_of_the_format():
 def test_large_tensor_is_sampled_except_its_amax(blocks, columns):
     x = torch.randn(1100, columns, generator=torch.Generator().manual_seed(0))
     x[1, 1] = 100.0
-    cast = Cast(x, E5M2, tensor_amax(x), torch.tensor(2.0)) if blocks is None else in_blocks(x, E5M2, blocks)
+    cast = (
+        Cast(x, E5M2, tensor_amax(x), torch.tensor(2.0))
+        if blocks is None
+        else in_blocks(x, E5M2, blocks)
+    )
     (found,) = read([statistics_of(cast)])
     assert found.elements == x.numel() and found.amax == 100.0
     assert SAMPLED // 2 < found.counted <= SAMPLED and sum(found.binades) == found.counted
@@ -136,7 +153,8 @@ def test_large_tensor_is_sampled_except_its_amax(blocks, columns):
 
 
 def test_sampled_rows_do_not_align_with_sequences():
-    """One in 64 of 4096 tokens is the first of its sequence; a plain stride of 64 rows would see no others."""
+    """One in 64 of 4096 tokens is the first of its sequence; a plain stride of 64 rows would see no
+    others."""
     position = torch.arange(4096).remainder(64).float().unsqueeze(1).expand(-1, 1024)
     chosen = statistics._sampled(position, 1)[:, 0]
     assert len(chosen) == 64 and (chosen == 0).sum() <= 2 and len(chosen.unique()) > 32
@@ -162,10 +180,14 @@ def test_non_finite_values_have_no_error_in_decibels(bad):
 
 def test_stored_codes_count_zeros_and_largest_values():
     codes = torch.tensor([[0.0, 448.0, -448.0, 1.0], [0.0, 0.0, 2.0**-9, 3.0]]).to(E4M3.dtype)
-    (found,) = read([statistics.statistics_of_codes(codes, torch.tensor(0.5), torch.tensor(224.0), E4M3)])
+    (found,) = read(
+        [statistics.statistics_of_codes(codes, torch.tensor(0.5), torch.tensor(224.0), E4M3)]
+    )
     assert (found.flushed_share, found.saturated_share) == (3 / 8, 2 / 8)
     assert found.sqnr_db is None and (found.lowest_scale, found.highest_scale) == (2.0, 2.0)
-    exponents = {found.fmt.max_exponent + 1 - i: count for i, count in enumerate(found.binades) if count}
+    exponents = {
+        found.fmt.max_exponent + 1 - i: count for i, count in enumerate(found.binades) if count
+    }
     assert exponents == {8: 2, 1: 1, 0: 1, -9: 1}
 
 
@@ -175,6 +197,10 @@ def test_statistics_of_stored_roots_describe_roots():
     counted = statistics.statistics_of_codes(stored.codes, stored.scale_inv, roots.max(), ROOT8)
     (found,) = read([counted])
     assert (found.flushed, found.saturated, found.amax) == (2, 0, 3 * 2.0**-12)
-    assert torch.equal(torch.tensor([found.lowest_scale, found.highest_scale]), torch.tensor([2.0**19, 2.0**20]))
-    exponents = {found.fmt.max_exponent + 1 - i: count for i, count in enumerate(found.binades) if count}
+    assert torch.equal(
+        torch.tensor([found.lowest_scale, found.highest_scale]), torch.tensor([2.0**19, 2.0**20])
+    )
+    exponents = {
+        found.fmt.max_exponent + 1 - i: count for i, count in enumerate(found.binades) if count
+    }
     assert exponents == {8: 3, 7: 2, 5: 1}

@@ -16,7 +16,12 @@ from fp8_backends.tools.compare.summary import checks
 from fp8_backends.tools.compare.training_run import Run, take_turn
 from fp8_backends.tools.compare.workload import Settings
 
-TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 WORDS = "the quick brown fox jumps over the lazy dog and runs on through the wood until it finds a stream to drink"
 
 
@@ -68,7 +73,9 @@ class InProcessWorker:
             self.comparison.settings,
             self.comparison.text,
             self.backend,
-            lambda event, **values: events.append(json.loads(json.dumps({"event": event, **values}))),
+            lambda event, **values: events.append(
+                json.loads(json.dumps({"event": event, **values}))
+            ),
         )
         self.turn += 1
         return events
@@ -101,7 +108,9 @@ def planted(fault: str, folder: Path, *backends: str, **changes) -> Comparison:
     def broken(self, settings, text, backend, *args, **kwargs):
         made(self, settings, text, backend, *args, **kwargs)
         if backend in settings.backends:
-            weight = next(module for module in self.bare.modules() if isinstance(module, nn.Linear)).weight
+            weight = next(
+                module for module in self.bare.modules() if isinstance(module, nn.Linear)
+            ).weight
             PLANTS[fault](weight, self.optimizer)
 
     with mock.patch.object(Run, "__init__", broken):

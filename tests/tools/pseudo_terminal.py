@@ -17,9 +17,12 @@ COLUMNS = 80
 
 
 class PseudoTerminal:
-    """A program with this terminal as standard input, output and error; `text` is everything on the screen."""
+    """A program with this terminal as standard input, output and error; `text` is everything on the
+    screen."""
 
-    def __init__(self, command: Sequence[str], folder: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], folder: Path, environment: dict[str, str] | None = None
+    ) -> None:
         self._keys, screen = pty.openpty()
         fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
         environment = {**os.environ, "TERM": "dumb", **(environment or {})}
@@ -27,7 +30,11 @@ class PseudoTerminal:
             environment.pop(name, None)
         ends = {"stdin": screen, "stdout": screen, "stderr": screen}
         self.program = subprocess.Popen(
-            command, cwd=folder, env=environment, **ends, preexec_fn=lambda: become_foreground(screen)
+            command,
+            cwd=folder,
+            env=environment,
+            **ends,
+            preexec_fn=lambda: become_foreground(screen),
         )
         os.close(screen)
         self.text, self._read_until = "", 0

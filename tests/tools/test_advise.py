@@ -16,8 +16,17 @@ from fp8_backends.tools.main import main
 
 RECIPES = [
     {"backend": "native:rowwise"},
-    {"backend": "native:delayed", "exclude": ["model.layers.0.mlp.up_proj", "lm_head"], "margin": 2},
-    {"backend": "msamp:O2", "exclude": ["a.b"], "rounding": "nearest", "use_autocast_during_eval": True},
+    {
+        "backend": "native:delayed",
+        "exclude": ["model.layers.0.mlp.up_proj", "lm_head"],
+        "margin": 2,
+    },
+    {
+        "backend": "msamp:O2",
+        "exclude": ["a.b"],
+        "rounding": "nearest",
+        "use_autocast_during_eval": True,
+    },
     {"backend": "native:dynamic+msamp:O1", "override_linear_precision": (False, False, True)},
     {"backend": "native:dynamic", "layers": {"a.b": "native:mxfp8", "lm_head": "bf16", "last": 1}},
 ]
@@ -43,7 +52,12 @@ def folder(tmp_path):
     """A model as transformers saves it, and the same without its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes))
     model.save_pretrained(tmp_path / "model")
     model.config.save_pretrained(tmp_path / "config")
@@ -55,8 +69,25 @@ def test_a_saved_model_keeps_its_weights(folder, capsys):
     file = folder / "recipe.yaml"
     assert main([*arguments, "--max_trials", "2", "--json", "--recipe", str(file)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert fp8_backends.resolve(file).to_dict() == fp8_backends.resolve(found["recipe"]["name"]).to_dict()
-    assert main([*arguments[:3], "--backend", str(file), *SMALL, "--max_trials", "1", "--recipe", str(file)]) == 0
+    assert (
+        fp8_backends.resolve(file).to_dict()
+        == fp8_backends.resolve(found["recipe"]["name"]).to_dict()
+    )
+    assert (
+        main(
+            [
+                *arguments[:3],
+                "--backend",
+                str(file),
+                *SMALL,
+                "--max_trials",
+                "1",
+                "--recipe",
+                str(file),
+            ]
+        )
+        == 0
+    )
     assert f"fp8-backends launch --fp8_backend {file}" in capsys.readouterr().out
     assert found["trials"][0]["backend"] == "native:delayed" and 0 < found["trials"][0]["gap"] < 0.5
     assert len(found["notes"]) == 1 and "no tokenizer" in found["notes"][0]
@@ -65,8 +96,17 @@ def test_a_saved_model_keeps_its_weights(folder, capsys):
 
 def test_a_configuration_without_weights_gets_random_ones(folder, capsys):
     config = folder / "accelerate.yaml"
-    config.write_text("distributed_type: 'NO'\nmixed_precision: fp8\nfp8_config: {backend: native, exclude: '*o_proj'}")
-    arguments = ["--model", str(folder / "config" / "config.json"), "--config_file", str(config), *SMALL]
+    config.write_text(
+        "distributed_type: 'NO'\nmixed_precision: fp8\nfp8_config: {backend: native, exclude: "
+        "'*o_proj'}"
+    )
+    arguments = [
+        "--model",
+        str(folder / "config" / "config.json"),
+        "--config_file",
+        str(config),
+        *SMALL,
+    ]
     assert main(["advise", *arguments, "--max_trials", "1", "--min_flops_share", "0.9"]) == 0
     printed = capsys.readouterr().out
     assert "random" in printed and "as given" in printed and "native:dynamic" in printed

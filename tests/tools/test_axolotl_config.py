@@ -11,7 +11,12 @@ import yaml
 from fp8_backends import RecipeError
 from fp8_backends.tools.config.axolotl_config import read_axolotl
 
-BASE = {"base_model": "meta-llama/Llama-3.2-3B", "datasets": [{"path": "x"}], "sequence_len": 512, "bf16": "auto"}
+BASE = {
+    "base_model": "meta-llama/Llama-3.2-3B",
+    "datasets": [{"path": "x"}],
+    "sequence_len": 512,
+    "bf16": "auto",
+}
 FSDP2 = yaml.safe_load("""
 fsdp_version: 2
 fsdp_config: {offload_params: false, cpu_ram_efficient_loading: true, auto_wrap_policy: TRANSFORMER_BASED_WRAP,
@@ -31,8 +36,16 @@ def findings(config):
 def test_the_documented_fp8_example(hopper):
     """The FSDP2 example of Axolotl's page on mixed precision."""
     config = meant(**FP8, **FSDP2)
-    assert config.recipe.name == "ao:tensorwise" and config.recipe.enable_fsdp_float8_all_gather is True
-    assert (config.mixed_precision, config.parallel, config.compiled, config.processes) == ("fp8", "fsdp2", "full", 8)
+    assert (
+        config.recipe.name == "ao:tensorwise"
+        and config.recipe.enable_fsdp_float8_all_gather is True
+    )
+    assert (config.mixed_precision, config.parallel, config.compiled, config.processes) == (
+        "fp8",
+        "fsdp2",
+        "full",
+        8,
+    )
     assert config.findings() == []
     assert config.passed_over == ["base_model", "datasets"]
     assert config.for_accelerate() == yaml.safe_load("""
@@ -90,7 +103,10 @@ def test_fp16_with_fp8_sets_surrounding_precision():
         ({"fsdp_config": {"version": "2"}}, "fsdp2"),
         ({"fsdp_version": "2", "fsdp_config": {"offload_params": True}}, "fsdp2"),
         ({"fsdp_config": {"offload_params": True}}, "fsdp1"),  # Axolotl's default
-        ({"fsdp": ["full_shard", "auto_wrap"], "fsdp_config": {"fsdp_offload_params": True}}, "fsdp1"),
+        (
+            {"fsdp": ["full_shard", "auto_wrap"], "fsdp_config": {"fsdp_offload_params": True}},
+            "fsdp1",
+        ),
         ({"fsdp_version": 2}, "ddp"),  # no block: Axolotl uses no FSDP
         ({"deepspeed": "deepspeed_configs/zero3.json"}, "deepspeed"),
         ({"deepspeed": "false", "fsdp": "false"}, "ddp"),
@@ -102,7 +118,10 @@ def test_engine_keys_are_mapped(values, parallel):
 
 def test_prefixed_keys_mean_the_same():
     prefixed = {f"fsdp_{key}": value for key, value in FSDP2["fsdp_config"].items()}
-    assert meant(fsdp_version=2, fsdp_config=prefixed).for_accelerate() == meant(**FSDP2).for_accelerate()
+    assert (
+        meant(fsdp_version=2, fsdp_config=prefixed).for_accelerate()
+        == meant(**FSDP2).for_accelerate()
+    )
 
 
 def test_efficient_loading_is_off_by_default():
@@ -126,22 +145,49 @@ def test_number_of_processes_is_mapped(monkeypatch):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"fp8_enable_fsdp_float8_allgather": True}, "did you mean 'fp8_enable_fsdp_float8_all_gather'"),
+        (
+            {"fp8_enable_fsdp_float8_allgather": True},
+            "did you mean 'fp8_enable_fsdp_float8_all_gather'",
+        ),
         ({"FP8": True}, "FP8.*did you mean 'fp8'"),
-        ({"fp8": True, "fp8_config": {"recipie": "rowwise"}}, "fp8_config: not known: recipie.*did you mean 'recipe'"),
-        ({"fp8": True, "fp8_config": {"recipe": "blockwise"}}, "recipe='blockwise' must be one of tensorwise"),
-        ({"fp8": True, "fp8_config": "rowwise"}, "fp8_config must be a block of keys, not 'rowwise'"),
+        (
+            {"fp8": True, "fp8_config": {"recipie": "rowwise"}},
+            "fp8_config: not known: recipie.*did you mean 'recipe'",
+        ),
+        (
+            {"fp8": True, "fp8_config": {"recipe": "blockwise"}},
+            "recipe='blockwise' must be one of tensorwise",
+        ),
+        (
+            {"fp8": True, "fp8_config": "rowwise"},
+            "fp8_config must be a block of keys, not 'rowwise'",
+        ),
         ({"fp8_config": {"recipe": "rowwise"}}, "fp8_config is read with fp8: true only"),
         ({"fp8": "perhaps"}, "fp8='perhaps' must be True or False"),
         ({"fsdp_config": {"reshard_after_foward": True}}, "did you mean 'reshard_after_forward'"),
-        ({"fsdp_config": {"state_dict_type": "FULL"}}, "fsdp_config.state_dict_type='FULL' must be one of"),
-        ({"fsdp_version": 3, **{"fsdp_config": {"offload_params": True}}}, "fsdp_version='3' must be one of 1, 2"),
-        ({"fsdp_version": 1, "fsdp_config": {"version": 2}}, "fsdp_version: 1, fsdp_config.version: 2 disagree"),
+        (
+            {"fsdp_config": {"state_dict_type": "FULL"}},
+            "fsdp_config.state_dict_type='FULL' must be one of",
+        ),
+        (
+            {"fsdp_version": 3, **{"fsdp_config": {"offload_params": True}}},
+            "fsdp_version='3' must be one of 1, 2",
+        ),
+        (
+            {"fsdp_version": 1, "fsdp_config": {"version": 2}},
+            "fsdp_version: 1, fsdp_config.version: 2 disagree",
+        ),
         ({**FSDP2, "deepspeed": "zero3.json"}, "deepspeed and fsdp_config are two engines"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "write them to a JSON file"),
-        ({"fsdp_version": 1, "deepspeed": "true"}, "deepspeed='true' must be what the engine reads"),
+        (
+            {"fsdp_version": 1, "deepspeed": "true"},
+            "deepspeed='true' must be what the engine reads",
+        ),
         ({"deepspeed": True}, "deepspeed=True must be what the engine reads"),
-        ({"torch_compile": True, "torch_compile_backend": "indctor"}, "torch_compile_backend='indctor' must be one of"),
+        (
+            {"torch_compile": True, "torch_compile_backend": "indctor"},
+            "torch_compile_backend='indctor' must be one of",
+        ),
     ],
 )
 def test_an_invalid_key_or_value_is_named_with_its_file(values, expected):
@@ -159,7 +205,10 @@ def test_every_unknown_key_of_a_block_is_named_at_once():
     [
         ({"fp8_enable_fsdp_float8_all_gather": True}, "has no effect without fp8: true"),
         ({"fsdp_version": 2}, "has no effect without fsdp_config"),
-        ({"fsdp_version": 2, "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "no effect under FSDP2"),
+        (
+            {"fsdp_version": 2, "fsdp_config": {"sharding_strategy": "FULL_SHARD"}},
+            "no effect under FSDP2",
+        ),
         ({"fsdp_config": {"limit_all_gathers": True}}, "limit_all_gathers is left out"),
         ({"torch_compile": "auto"}, "torch_compile: auto is written as true"),
         ({"deepspeed": "zero3.json"}, "Accelerate refuses it beside deepspeed_config_file"),
@@ -179,15 +228,27 @@ def test_fsdp1_keeps_its_sharding_strategy():
     ("rule", "fires", "near"),
     [
         ("ao_without_compile", {"torch_compile": False}, {"torch_compile": "auto"}),
-        ("ao_without_compile", {"torch_compile_backend": "eager"}, {"torch_compile_backend": "inductor"}),
-        ("checkpointing_fsdp2_compile", {"gradient_checkpointing": "offload"}, {"gradient_checkpointing": False}),
+        (
+            "ao_without_compile",
+            {"torch_compile_backend": "eager"},
+            {"torch_compile_backend": "inductor"},
+        ),
+        (
+            "checkpointing_fsdp2_compile",
+            {"gradient_checkpointing": "offload"},
+            {"gradient_checkpointing": False},
+        ),
         (
             "checkpointing_fsdp2_compile",
             {"fsdp_config": {"fsdp_activation_checkpointing": True}},
             {"fsdp_config": {"activation_checkpointing": False}},
         ),
         ("flash_attention_2_compile", {"flash_attention": True}, {"flash_attention": False}),
-        ("flash_attention_2_compile", {"attn_implementation": "flash_attention_2"}, {"attn_implementation": "sdpa"}),
+        (
+            "flash_attention_2_compile",
+            {"attn_implementation": "flash_attention_2"},
+            {"attn_implementation": "sdpa"},
+        ),
         ("all_gather_without_fsdp2", {"fsdp_version": 1}, {"fsdp_version": "2"}),
         ("tokens_off_16", {"sequence_len": 1000}, {"sequence_len": 1024}),
         ("bitsandbytes_fsdp2", {"optimizer": "adamw_bnb_8bit"}, {"optimizer": "adamw_torch_8bit"}),
@@ -202,7 +263,9 @@ def test_axolotls_rules_and_gaps_are_covered(hopper, rule, fires, near):
 
 
 def test_fp8_all_gather_requires_tensorwise_recipe():
-    with pytest.raises(RecipeError, match="a.yaml: enable_fsdp_float8_all_gather.*only by ao:tensorwise"):
+    with pytest.raises(
+        RecipeError, match="a.yaml: enable_fsdp_float8_all_gather.*only by ao:tensorwise"
+    ):
         meant(**FP8, **FSDP2, fp8_config={"recipe": "rowwise"}).findings()
 
 
@@ -218,11 +281,16 @@ def test_zero_stage_is_read_from_deepspeed_file(tmp_path):
     config = read_axolotl(values, str(tmp_path / "a.yaml"), 2)
     assert (config.surroundings["zero_stage"], config.surroundings["zero_offload"]) == (3, False)
     written = config.for_accelerate()
-    assert written["deepspeed_config"] == {"deepspeed_config_file": "zero3.json"} and "mixed_precision" not in written
+    assert (
+        written["deepspeed_config"] == {"deepspeed_config_file": "zero3.json"}
+        and "mixed_precision" not in written
+    )
     config.use("te+msamp:O2")
     assert "level_deepspeed" in findings(config)
     for offload, refused in (({}, False), ({"offload_optimizer": {"device": "cpu"}}, True)):
-        (tmp_path / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 2, **offload}}))
+        (tmp_path / "zero3.json").write_text(
+            json.dumps({"zero_optimization": {"stage": 2, **offload}})
+        )
         config = read_axolotl(values, str(tmp_path / "a.yaml"), 2)
         config.use("msamp:O2")
         assert ("level_deepspeed" in findings(config)) == refused
@@ -231,8 +299,13 @@ def test_zero_stage_is_read_from_deepspeed_file(tmp_path):
 def test_another_backend_keeps_only_its_fields():
     config = meant(**FP8, **FSDP2)
     config.use("te+msamp:O2")
-    assert config.recipe.name == "te:delayed+msamp:O2" and config.fields == {"backend": "te+msamp:O2"}
-    assert any("enable_fsdp_float8_all_gather=True of the file is left out" in note for note in config.notes)
+    assert config.recipe.name == "te:delayed+msamp:O2" and config.fields == {
+        "backend": "te+msamp:O2"
+    }
+    assert any(
+        "enable_fsdp_float8_all_gather=True of the file is left out" in note
+        for note in config.notes
+    )
     plain = meant(bf16=True)
     plain.use("msamp:O3")
     assert plain.for_accelerate()["fp8_config"] == {"backend": "msamp:O3"}

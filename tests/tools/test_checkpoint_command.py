@@ -29,7 +29,12 @@ def test_folder_is_listed_and_newest_whole_checkpoint_named(folder, capsys):
     printed = capsys.readouterr().out
     names = [line.split()[0] for line in printed.splitlines()[1:5]]
     assert names == [f"checkpoint_{n}" for n in (4, 3, 2, 1)]
-    assert [line.split()[-1] for line in printed.splitlines()[1:5]] == ["incomplete", "damaged", "whole", "whole"]
+    assert [line.split()[-1] for line in printed.splitlines()[1:5]] == [
+        "incomplete",
+        "damaged",
+        "whole",
+        "whole",
+    ]
     assert "native:delayed" in printed and "model.safetensors is missing" in printed
     assert printed.splitlines()[-1] == f"newest whole one: {folder / 'checkpoint_2'}"
 
@@ -39,10 +44,17 @@ def test_json_has_every_checkpoint(folder, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["newest"] == str(folder / "checkpoint_2")
     newest = found["checkpoints"][2]
-    assert (newest["state"], newest["step"], newest["world_size"], newest["files"]) == ("whole", 2, 2, 4)
+    assert (newest["state"], newest["step"], newest["world_size"], newest["files"]) == (
+        "whole",
+        2,
+        2,
+        4,
+    )
 
 
-@pytest.mark.parametrize(("name", "code"), [("checkpoint_2", 0), ("checkpoint_3", 1), ("checkpoint_4", 1)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("checkpoint_2", 0), ("checkpoint_3", 1), ("checkpoint_4", 1)]
+)
 def test_the_exit_code_is_0_for_a_whole_checkpoint(name, code, folder, capsys):
     assert main(["checkpoint", str(folder / name)]) == code
 

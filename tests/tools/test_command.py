@@ -20,7 +20,9 @@ from fp8_backends.tools.main import COMMANDS, main
 
 def run_python(*arguments):
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=worker_environment(), timeout=240)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=worker_environment(), timeout=240
+    )
 
 
 def test_without_arguments_the_help_names_every_subcommand(capsys):
@@ -53,7 +55,8 @@ def test_python_dash_m_refuses_an_unknown_command():
 
 @pytest.mark.nightly
 def test_messages_of_torchao_at_its_import_are_hidden():
-    """Use a new interpreter, since a library prints them once. The only line is the command's own."""
+    """Use a new interpreter, since a library prints them once. The only line is the command's
+    own."""
     ask = """if True:
         import sys
         from fp8_backends.tools.main import main
@@ -73,13 +76,20 @@ def test_messages_of_torchao_at_its_import_are_hidden():
         (["--backends", "te"], "TransformerEngine is not installed"),
         (["--text", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["--nproc", "3", "--batch", "8"], "--nproc 3: a batch of 8 sequences cannot be shared evenly among 3 ranks"),
+        (
+            ["--nproc", "3", "--batch", "8"],
+            "--nproc 3: a batch of 8 sequences cannot be shared evenly among 3 ranks",
+        ),
     ],
 )
 def test_an_impossible_comparison_exits_with_2_and_one_message(capsys, tmp_path, options, expected):
     assert main(["compare", *options, "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert expected in error and "Traceback" not in error and error.startswith("fp8-backends compare: ")
+    assert (
+        expected in error
+        and "Traceback" not in error
+        and error.startswith("fp8-backends compare: ")
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -104,7 +114,8 @@ def test_the_first_line_precedes_loading_libraries():
 
 def test_an_early_interruption_ends_compare_without_a_traceback(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        "fp8_backends.tools.compare.command.backend_names", lambda *_: signal.raise_signal(signal.SIGINT)
+        "fp8_backends.tools.compare.command.backend_names",
+        lambda *_: signal.raise_signal(signal.SIGINT),
     )
     assert main(["compare", "--output", str(tmp_path / "out")]) == 128 + signal.SIGINT
     assert not (tmp_path / "out").exists()
@@ -123,14 +134,20 @@ def test_an_unknown_flag_shows_the_usage_of_its_command(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["examples", "--mdl"])
     error = capsys.readouterr().err
-    assert error.startswith("usage: fp8-backends examples [-h]") and "unrecognized arguments: --mdl" in error
+    assert (
+        error.startswith("usage: fp8-backends examples [-h]")
+        and "unrecognized arguments: --mdl" in error
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--versoin"], "did you mean '--version'?"),
-        (["docter"], "unknown command 'docter' (did you mean 'doctor'?); known are examples, launch"),
+        (
+            ["docter"],
+            "unknown command 'docter' (did you mean 'doctor'?); known are examples, launch",
+        ),
         (["doctor", "--josn"], "did you mean '--json'?"),
         (["--versoin", "doctor"], "did you mean '--version'?"),
     ],
@@ -149,7 +166,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     check_ranks(2, 8, "cpu")
 
 
-@pytest.mark.parametrize("options", [["--steps", "0"], ["--lr", "-1"], ["--seeds", "two"], ["--nproc", "0"]])
+@pytest.mark.parametrize(
+    "options", [["--steps", "0"], ["--lr", "-1"], ["--seeds", "two"], ["--nproc", "0"]]
+)
 def test_numbers_out_of_range_are_refused(options, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["compare", *options])
@@ -165,20 +184,31 @@ def test_backends_are_resolved_once_and_exclude_the_reference():
 def test_chart_agrees_with_the_plan(capsys):
     levels = {level.name: level for level in chart.measure()}
     amp = levels.pop("FP16 AMP")
-    assert (amp.gemm, amp.weight, amp.gradient, amp.optimizer) == ("FP16", "FP32", "FP32", "FP32+FP32")
-    assert amp.bytes_per_element == 16 and amp.transient_bytes_per_element == 2  # autocast's FP16 copy
+    assert (amp.gemm, amp.weight, amp.gradient, amp.optimizer) == (
+        "FP16",
+        "FP32",
+        "FP32",
+        "FP32+FP32",
+    )
+    # autocast's FP16 copy
+    assert amp.bytes_per_element == 16 and amp.transient_bytes_per_element == 2
     measured = {name: level for name, level in levels.items() if not level.not_measured}
     assert len(measured) >= 5
     for name, level in measured.items():
         plan = fp8_backends.plan(name.split()[0])
-        assert (level.gemm, level.weight, level.gradient) == (plan.gemm, plan.weight, plan.weight_gradient)
+        assert (level.gemm, level.weight, level.gradient) == (
+            plan.gemm,
+            plan.weight,
+            plan.weight_gradient,
+        )
         scales = 0.01 if level.name.count("msamp") else 0  # 4 bytes a tensor
         scales += scale_bytes_per_element(fp8_backends.resolve(name.split()[0]))
         assert plan.bytes_per_element <= level.bytes_per_element <= plan.bytes_per_element + scales
         assert level.optimizer == "+".join(plan.optimizer_states)
     assert measured["native:dynamic (O0)"].transient_bytes_per_element == 1  # the E4M3 copy
     levels = [measured[f"msamp:{level}"] for level in ("O1", "O2", "O3", "O4")]
-    assert [level.transient_bytes_per_element for level in levels] == [1, 1, 0, 0]  # O3's weight is this copy
+    # O3's weight is this copy
+    assert [level.transient_bytes_per_element for level in levels] == [1, 1, 0, 0]
     assert [level.accumulation_bytes_per_element for level in levels] == [3] * 4
     assert [level.master for level in levels] == ["–", "–", "FP16", "INT8"]
     assert main(["chart", "--json"]) == 0
@@ -187,7 +217,9 @@ def test_chart_agrees_with_the_plan(capsys):
 
 def test_chart_shows_an_unplanned_dtype():
     def half_model():
-        model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 64, bias=False))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 64, bias=False)
+        )
         model.bfloat16()
         return model, torch.optim.AdamW(model.parameters())
 

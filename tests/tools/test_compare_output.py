@@ -27,9 +27,19 @@ def test_a_log_estimates_and_reports_the_time(comparison, capsys):
     comparison.run(Log(None))
     lines = capsys.readouterr().out.splitlines()
     conclude(comparison)
-    beginnings = ["bf16: first steps observed; ", "native:dynamic: first steps observed; ", "about "]
-    beginnings += [f"{name} seed {seed}: held-out loss " for seed in (0, 1) for name in ("bf16", "native:dynamic")]
-    assert [line.startswith(expected) for line, expected in zip(lines, beginnings, strict=True)] == [True] * 7
+    beginnings = [
+        "bf16: first steps observed; ",
+        "native:dynamic: first steps observed; ",
+        "about ",
+    ]
+    beginnings += [
+        f"{name} seed {seed}: held-out loss "
+        for seed in (0, 1)
+        for name in ("bf16", "native:dynamic")
+    ]
+    assert [
+        line.startswith(expected) for line, expected in zip(lines, beginnings, strict=True)
+    ] == [True] * 7
     assert lines[2].endswith("s more: 2 seeds of 2 steps with 2 backends, by the steps just timed")
     assert "\ntook " in capsys.readouterr().out
 
@@ -45,7 +55,9 @@ def test_no_line_exceeds_80_columns(tmp_path, capsys, monkeypatch):
     comparison.results["note"] = "1 of 3 seeds: one more would not fit into the time given " * 2
     conclude(comparison)
     printed = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
-    assert [line for line in printed.splitlines() if len(line) > 80 and str(tmp_path) not in line] == []
+    assert [
+        line for line in printed.splitlines() if len(line) > 80 and str(tmp_path) not in line
+    ] == []
     assert "msamp:O2: first steps observed" in printed
 
 
@@ -66,15 +78,23 @@ def test_terminal_shows_current_step_and_growing_share(comparison, monkeypatch, 
     assert shown[:2] == [("bf16: first steps", None), ("native:dynamic: first steps", None)]
     steps, shares = zip(*shown[2:], strict=True)
     assert steps[0].startswith("bf16 seed 0: step 1 of 2, loss ") and steps[-1].endswith(" s left")
-    assert 0 < shares[0] < shares[-1] < 1 and "native:dynamic seed 1: held-out loss" in capsys.readouterr().out
+    assert (
+        0 < shares[0] < shares[-1] < 1
+        and "native:dynamic seed 1: held-out loss" in capsys.readouterr().out
+    )
 
 
 def test_the_conclusion_names_a_failed_backend(comparison, capsys):
     comparison.run(Silent())
-    comparison.results["backends"]["native:dynamic"] |= {"status": "failed", "message": "out of memory " * 30}
+    comparison.results["backends"]["native:dynamic"] |= {
+        "status": "failed",
+        "message": "out of memory " * 30,
+    }
     conclude(comparison)
     printed = capsys.readouterr().out
-    assert max(len(line) for line in printed.splitlines() if str(comparison.output) not in line) <= 100
+    assert (
+        max(len(line) for line in printed.splitlines() if str(comparison.output) not in line) <= 100
+    )
     assert " ".join(printed.split()).count("out of memory") == 90
     assert "FAIL trained to the end" in printed and "held-out loss" in printed
 
@@ -84,7 +104,9 @@ def test_the_conclusion_begins_with_the_verdict(tmp_path, capsys):
     conclude(comparison)
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[0] == "All 7 checks that could be judged passed; 1 is not resolved."
-    assert lines[1] == "Not resolved: held-out loss at most 0.01 nats above bf16's (native:dynamic)."
+    assert (
+        lines[1] == "Not resolved: held-out loss at most 0.01 nats above bf16's (native:dynamic)."
+    )
     assert lines[2].startswith("More seeds or steps would resolve the held-out loss: --seeds ")
     assert [line.split(" (")[0] for line in lines if line.startswith("? ")] == [
         "?    held-out loss at most 0.01 nats above bf16's"
@@ -116,7 +138,10 @@ def test_page_shows_every_backend(results):
 
 
 def test_page_without_results_renders(results):
-    empty = {name: {"status": "waiting", "message": "", "inspection": None, "runs": []} for name in results["backends"]}
+    empty = {
+        name: {"status": "waiting", "message": "", "inspection": None, "runs": []}
+        for name in results["backends"]
+    }
     page = render({**results, "status": "running", "backends": empty})
     assert "Still running. So far no check could be made." in page and "<svg" not in page
 
@@ -129,10 +154,15 @@ def test_user_text_is_escaped(results):
 def test_non_finite_loss_keeps_page_well_formed(results):
     broken = {**results, "backends": {**results["backends"]}}
     found = broken["backends"]["native:dynamic"]
-    runs = [{**run, "losses": [None] * len(run["losses"]), "held_out_loss": None} for run in found["runs"]]
+    runs = [
+        {**run, "losses": [None] * len(run["losses"]), "held_out_loss": None}
+        for run in found["runs"]
+    ]
     broken["backends"]["native:dynamic"] = {**found, "runs": runs}
     page = render(broken)
-    assert "nan" not in re.sub(r"[a-z]nan|nan[a-z]", "", page.lower().split("<h2>how to read")[0].split("</style>")[1])
+    assert "nan" not in re.sub(
+        r"[a-z]nan|nan[a-z]", "", page.lower().split("<h2>how to read")[0].split("</style>")[1]
+    )
 
 
 def test_speed_leads_only_on_chips_with_fp8_products():
@@ -145,10 +175,17 @@ def test_speed_leads_only_on_chips_with_fp8_products():
 
 def test_cells_hide_emulated_speed():
     row = Row(
-        "native:dynamic", emulated=True, gap=Gap(0.0012, 0.003, 5), peak_memory_bytes=31_000_000, memory_ratio=0.9
+        "native:dynamic",
+        emulated=True,
+        gap=Gap(0.0012, 0.003, 5),
+        peak_memory_bytes=31_000_000,
+        memory_ratio=0.9,
     )
     assert cell(row, "tokens_per_second") == cell(row, "speed_ratio") == "emulated"
-    assert cell(row, "gap") == "+0.0012 ± 0.0030" and cell(row, "peak_memory_bytes") == "31.0 MB (-10.0 %)"
+    assert (
+        cell(row, "gap") == "+0.0012 ± 0.0030"
+        and cell(row, "peak_memory_bytes") == "31.0 MB (-10.0 %)"
+    )
     assert cell(row, "held_out_loss") == "–"
     fast = Row("native:dynamic", tokens_per_second=41_800.4, speed_ratio=1.094)
     assert cell(fast, "tokens_per_second") == "41,800" and cell(fast, "speed_ratio") == "+9.4 %"
@@ -180,17 +217,22 @@ def test_each_cell_names_its_column(results):
 
 
 def test_memory_bars_have_values(results):
-    bars = re.findall(r'<span class="row-label">([^<]*)</span><span class="value">([^<]*)</span>', render(results))
+    bars = re.findall(
+        r'<span class="row-label">([^<]*)</span><span class="value">([^<]*)</span>', render(results)
+    )
     rows = {row["backend"]: row["peak_memory_bytes"] for row in results["summary"]["rows"]}
     assert [name for name, _ in bars] == [*rows]
     assert all(value.startswith(readable_bytes(rows[name])) for name, value in bars)
 
 
 def test_the_page_begins_with_the_verdict(results):
-    one_seed = {name: {**found, "runs": found["runs"][:1]} for name, found in results["backends"].items()}
+    one_seed = {
+        name: {**found, "runs": found["runs"][:1]} for name, found in results["backends"].items()
+    }
     stopped = {"status": "terminated", "note": "interrupted by SIGINT", "backends": one_seed}
     page = render({**results, **stopped})
     assert '<div class="verdict open"><p>Terminated early: interrupted by SIGINT. So far ' in page
     assert page.index("verdict open") < page.index("<h2>Measured")
-    assert page.count('<li class="open"><span class="mark" aria-label="not resolved">?') == 2  # held-out losses
+    # held-out losses
+    assert page.count('<li class="open"><span class="mark" aria-label="not resolved">?') == 2
     assert "verdict good" not in page and "−−" not in page and "held−out" not in page

@@ -22,7 +22,13 @@ from fp8_backends.compute import hardware
 from fp8_backends.errors import RecipeError
 from fp8_backends.tools.compare import comparison as comparing
 from fp8_backends.tools.compare.command import backend_names
-from fp8_backends.tools.compare.comparison import Comparison, Timetable, Worker, fit, worker_environment
+from fp8_backends.tools.compare.comparison import (
+    Comparison,
+    Timetable,
+    Worker,
+    fit,
+    worker_environment,
+)
 from fp8_backends.tools.compare.summary import checks
 from fp8_backends.tools.compare.workload import load_text
 from fp8_backends.tools.main import main
@@ -38,7 +44,9 @@ def options(tmp_path_factory):
     import transformers
 
     folder = tmp_path_factory.mktemp("options")
-    transformers.LlamaConfig(**TINY, vocab_size=256, max_position_embeddings=64).save_pretrained(folder / "model")
+    transformers.LlamaConfig(**TINY, vocab_size=256, max_position_embeddings=64).save_pretrained(
+        folder / "model"
+    )
     text = write_text(folder / "text")
     small = ["--text", text, "--model", folder / "model", "--batch", "2", "--sequence", "32"]
     return ["compare", *map(str, small)]
@@ -56,14 +64,21 @@ def test_the_command_writes_results_and_page(options, tmp_path, capsys):
     code = main([*options, *short, "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "results.json").read_text())
-    assert list(results["backends"]) == [REFERENCE, "native:dynamic"] and results["status"] == "finished"
+    assert (
+        list(results["backends"]) == [REFERENCE, "native:dynamic"]
+        and results["status"] == "finished"
+    )
     assert all(len(found["runs"]) == 2 for found in results["backends"].values())
-    failed = [c for done in results["summary"]["checks"].values() for c in done if c["passed"] is False]
+    failed = [
+        c for done in results["summary"]["checks"].values() for c in done if c["passed"] is False
+    ]
     assert code == (1 if failed else 0)
     if not results["fast_fp8"]:
         run = results["backends"]["native:dynamic"]["runs"][0]
         assert run["tokens_per_second"] is None and run["emulated_tokens_per_second"] > 0
-        cells = " ".join(line for line in printed.splitlines() if line.startswith("native:dynamic  "))
+        cells = " ".join(
+            line for line in printed.splitlines() if line.startswith("native:dynamic  ")
+        )
         assert cells.count("emulated") == 2
     assert f"{REFERENCE}'s own spread" in printed and str(tmp_path / "report.html") in printed
     assert "native:dynamic" in (tmp_path / "report.html").read_text()
@@ -72,7 +87,17 @@ def test_the_command_writes_results_and_page(options, tmp_path, capsys):
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_terminated_run_keeps_finished_results_and_ends_its_workers(options, tmp_path, ranks):
-    command = [*options, "--backends", "native", "--steps", "10", "--seeds", "500", "--nproc", str(ranks)]
+    command = [
+        *options,
+        "--backends",
+        "native",
+        "--steps",
+        "10",
+        "--seeds",
+        "500",
+        "--nproc",
+        str(ranks),
+    ]
     process = subprocess.Popen(
         [warm_process.python(), "-m", "fp8_backends", *command, "--output", str(tmp_path)],
         env=worker_environment(),
@@ -83,7 +108,10 @@ def test_a_terminated_run_keeps_finished_results_and_ends_its_workers(options, t
     )
     results, deadline = tmp_path / "results.json", time.monotonic() + 120
     while time.monotonic() < deadline:
-        if results.exists() and len(json.loads(results.read_text())["backends"][REFERENCE]["runs"]) >= 2:
+        if (
+            results.exists()
+            and len(json.loads(results.read_text())["backends"][REFERENCE]["runs"]) >= 2
+        ):
             break
         time.sleep(0.2)
     running = _processes_in(tmp_path)
@@ -95,7 +123,8 @@ def test_a_terminated_run_keeps_finished_results_and_ends_its_workers(options, t
     assert found["backends"]["native:dynamic"]["status"] == "terminated"
     for text in ((tmp_path / "report.html").read_text(), printed):
         assert "Terminated early: interrupted by SIGTERM. So far " in " ".join(text.split())
-    # the command, and of two backends torchrun and its ranks; each forked one with its requesting process
+    # the command, and of two backends torchrun and its ranks; each forked one with its requesting
+    # process
     of_each = 1 if warm_process.python() == sys.executable else 2
     assert len(running) >= of_each * (1 + 2 * (1 if ranks == 1 else 1 + ranks))
     deadline = time.monotonic() + 10  # forked processes end with their requesters, not before
@@ -117,10 +146,13 @@ def test_ranks_share_the_batches_of_one_rank(options, tmp_path):
     for key in ("losses", "held_out_loss"):
         assert found["runs"][0][key] == pytest.approx(alone["runs"][0][key], abs=2e-5)
     assert found["runs"][0]["start_checksum"] == alone["runs"][0]["start_checksum"]
-    # DDP sums FP32 gradients, 4 bytes a parameter times 2 (N - 1) / N, and copies the buffers of rank 0: rotary angles
+    # DDP sums FP32 gradients, 4 bytes a parameter times 2 (N - 1) / N, and copies the buffers of
+    # rank 0: rotary angles
     assert 0 <= found["inspection"]["sent_bytes"] - 4 * found["inspection"]["parameters"] <= 64
     assert alone["inspection"]["sent_bytes"] is None
-    page, page_alone = ((tmp_path / folder / "report.html").read_text() for folder in ("two", "out"))
+    page, page_alone = (
+        (tmp_path / folder / "report.html").read_text() for folder in ("two", "out")
+    )
     for text in ("2 ranks (DDP over gloo)", "sent a step"):
         assert text in page and text not in page_alone
 
@@ -147,7 +179,9 @@ def test_a_dead_worker_is_a_failed_check(tmp_path, monkeypatch):
 
 def test_results_hold_machine_versions_date_and_settings(tmp_path):
     results = compared(tmp_path, seeds=1, steps=1).results
-    assert results["versions"].keys() >= {"python", "torch", "accelerate"} and results["date"].endswith("+00:00")
+    assert results["versions"].keys() >= {"python", "torch", "accelerate"} and results[
+        "date"
+    ].endswith("+00:00")
     assert results["machine"]["device"] == "cpu" and results["machine"]["processor"]
     assert results["settings"]["steps"] == 1 and len(results["text"]["sha256"]) == 64
 
@@ -179,7 +213,9 @@ class Recorded(Silent):
 
 def test_backends_train_seed_by_seed(tmp_path):
     recorded = Recorded()
-    InProcess(tiny_settings(tmp_path, "native:dynamic", "fp32", steps=1), tmp_path / "out").run(recorded)
+    InProcess(tiny_settings(tmp_path, "native:dynamic", "fp32", steps=1), tmp_path / "out").run(
+        recorded
+    )
     names = ("bf16", "native:dynamic", "fp32")
     assert recorded.order == [
         *((name, "first steps") for name in names),
@@ -207,7 +243,9 @@ def started(tmp_path):
     settings, text = tiny_settings(tmp_path), load_text(tmp_path / "text")
     (tmp_path / "settings.json").write_text(json.dumps(asdict(settings)))
     torch.save(vars(text), tmp_path / "text.pt")
-    return lambda ranks: Worker([str(tmp_path / "settings.json"), str(tmp_path / "text.pt"), "bf16"], ranks)
+    return lambda ranks: Worker(
+        [str(tmp_path / "settings.json"), str(tmp_path / "text.pt"), "bf16"], ranks
+    )
 
 
 @pytest.mark.nightly
@@ -239,7 +277,9 @@ def test_a_worker_reads_its_settings_at_each_turn(started, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.usefixtures("warm_workers")
 def test_a_killed_worker_drops_out(tmp_path):
-    comparison = Comparison(tiny_settings(tmp_path, "native:dynamic", "fp32", steps=2, seeds=3), tmp_path / "out")
+    comparison = Comparison(
+        tiny_settings(tmp_path, "native:dynamic", "fp32", steps=2, seeds=3), tmp_path / "out"
+    )
 
     class Killing(Recorded):
         def run_finished(self, backend, run):
@@ -249,9 +289,21 @@ def test_a_killed_worker_drops_out(tmp_path):
     killing = Killing()
     comparison.run(killing)
     found = comparison.results["backends"]
-    assert {name: len(each["runs"]) for name, each in found.items()} == {"bf16": 3, "native:dynamic": 1, "fp32": 3}
-    assert found["native:dynamic"]["status"] == "failed" and "code -9" in found["native:dynamic"]["message"]
-    assert found["bf16"]["status"] == found["fp32"]["status"] == comparison.results["status"] == "finished"
+    assert {name: len(each["runs"]) for name, each in found.items()} == {
+        "bf16": 3,
+        "native:dynamic": 1,
+        "fp32": 3,
+    }
+    assert (
+        found["native:dynamic"]["status"] == "failed"
+        and "code -9" in found["native:dynamic"]["message"]
+    )
+    assert (
+        found["bf16"]["status"]
+        == found["fp32"]["status"]
+        == comparison.results["status"]
+        == "finished"
+    )
     assert ("native:dynamic", 2) not in killing.order and comparison.failed
 
 
@@ -278,7 +330,11 @@ def test_without_the_reference_checks_against_it_are_missing(tmp_path):
         def _worker(self, arguments):
             worker = super()._worker(arguments)
             if arguments[2] == "bf16":
-                worker.ended, worker.events, worker.why_it_ended = True, lambda *_: [], lambda: "out of order"
+                worker.ended, worker.events, worker.why_it_ended = (
+                    True,
+                    lambda *_: [],
+                    lambda: "out of order",
+                )
             return worker
 
     comparison = NoReference(tiny_settings(tmp_path, "native:dynamic", steps=1), tmp_path / "out")
@@ -286,7 +342,9 @@ def test_without_the_reference_checks_against_it_are_missing(tmp_path):
     assert comparison.results["backends"]["bf16"]["message"] == "out of order"
     names = [check.name for check in checks(comparison.results)["native:dynamic"]]
     assert len(comparison.results["backends"]["native:dynamic"]["runs"]) == 2
-    assert len(names) == 4 and not any("held-out" in name or "same initial" in name for name in names)
+    assert len(names) == 4 and not any(
+        "held-out" in name or "same initial" in name for name in names
+    )
 
 
 class TwoSeedsOfThreeSteps(Timetable):
@@ -308,12 +366,17 @@ def test_minutes_reduce_steps_and_seeds(tmp_path):
     assert (results["settings"]["steps"], results["settings"]["seeds"]) == (3, 2)
     assert [len(run["losses"]) for run in results["backends"]["bf16"]["runs"]] == [3, 3]
     assert results["status"] == results["backends"]["bf16"]["status"] == "finished"
-    assert "2 of 5 seeds" in results["note"] and results["note"] in (tmp_path / "out" / "report.html").read_text()
+    assert (
+        "2 of 5 seeds" in results["note"]
+        and results["note"] in (tmp_path / "out" / "report.html").read_text()
+    )
 
 
 def test_too_few_minutes_end_the_comparison_with_the_reason(tmp_path):
     comparison = InProcess(tiny_settings(tmp_path, minutes=1e-6), tmp_path / "out")
-    with pytest.raises(RecipeError, match="--minutes 1e-06 is too little for one seed of 6 steps") as error:
+    with pytest.raises(
+        RecipeError, match="--minutes 1e-06 is too little for one seed of 6 steps"
+    ) as error:
         comparison.run(Silent())
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["status"] == "terminated" and results["note"] == str(error.value)
@@ -321,13 +384,21 @@ def test_too_few_minutes_end_the_comparison_with_the_reason(tmp_path):
 
 @pytest.mark.parametrize(("share", "windows"), [(0.2, 128), (0.5, 320), (0.001, 8)])
 def test_held_out_windows_are_a_share_and_at_least_a_batch(tmp_path, share, windows):
-    assert tiny_settings(tmp_path, steps=80, batch=8, held_out_share=share).held_out_windows == windows
+    assert (
+        tiny_settings(tmp_path, steps=80, batch=8, held_out_share=share).held_out_windows == windows
+    )
 
 
 def test_a_short_text_has_fewer_held_out_windows(tmp_path):
-    comparison = InProcess(tiny_settings(tmp_path, steps=100, held_out_share=10.0), tmp_path / "out")
+    comparison = InProcess(
+        tiny_settings(tmp_path, steps=100, held_out_share=10.0), tmp_path / "out"
+    )
     held_out = comparison.text.held_out
-    assert comparison.results["held_out_windows"] == len(held_out) // 32 < comparison.settings.held_out_windows
+    assert (
+        comparison.results["held_out_windows"]
+        == len(held_out) // 32
+        < comparison.settings.held_out_windows
+    )
 
 
 @pytest.mark.parametrize(
@@ -354,7 +425,13 @@ def test_few_steps_or_seeds_stay_few():
     assert fit(9, 5, 2, lambda steps: steps) == (5, 1)
 
 
-@given(st.floats(-100, 1e5), st.integers(1, 500), st.integers(1, 20), st.floats(0.001, 10), st.floats(0, 50))
+@given(
+    st.floats(-100, 1e5),
+    st.integers(1, 500),
+    st.integers(1, 20),
+    st.floats(0.001, 10),
+    st.floats(0, 50),
+)
 def test_the_best_fitting_choice_is_taken(seconds, steps, seeds, step_seconds, start):
     def takes(count):
         return start + step_seconds * count
@@ -378,7 +455,8 @@ def settings(tmp_path):
 
 @pytest.fixture
 def timetable():
-    """A round takes 2 + 1.5 s and, with the evaluation of 0.3 windows, a third of a step each, 1.1 x 0.5 s a step."""
+    """A round takes 2 + 1.5 s and, with the evaluation of 0.3 windows, a third of a step each, 1.1
+    x 0.5 s a step."""
     timetable = Timetable()
     timetable.paces |= {"bf16": (2.0, 0.2), "native:dynamic": (1.5, 0.3)}
     return timetable

@@ -1,4 +1,5 @@
-"""Test the completion scripts: bash's in a real bash, in a terminal too; zsh's where zsh is installed."""
+"""Test the completion scripts: bash's in a real bash, in a terminal too; zsh's where zsh is
+installed."""
 
 from __future__ import annotations
 
@@ -49,10 +50,14 @@ def test_bash_completes_commands_options_backends_chips_and_files(folder):
         "fp8-backends estimate --chip h": ["h100", "h200", "hopper"],
         "fp8-backends --print-completion z": ["zsh"],
     }
-    ended = subprocess.run(["bash", "-c", COMPLETE, "bash", *expected], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        ["bash", "-c", COMPLETE, "bash", *expected], capture_output=True, text=True, timeout=60
+    )
     registered, *completed = ended.stdout.splitlines()
     assert registered.endswith(" fp8-backends") and ended.stderr == ""
-    assert {line: sorted(words.split()) for line, words in zip(expected, completed, strict=True)} == expected
+    assert {
+        line: sorted(words.split()) for line, words in zip(expected, completed, strict=True)
+    } == expected
 
 
 @pytest.mark.nightly
@@ -74,7 +79,12 @@ def test_zsh_reads_its_script(folder, capsys):
     assert script.startswith("#compdef fp8-backends") and r"native\:dynamic" in script
     assert "(auto te:delayed" not in script
     if zsh := shutil.which("zsh"):
-        assert subprocess.run([zsh, "-n"], input=script, capture_output=True, text=True, timeout=60).stderr == ""
+        assert (
+            subprocess.run(
+                [zsh, "-n"], input=script, capture_output=True, text=True, timeout=60
+            ).stderr
+            == ""
+        )
 
 
 def test_every_completed_backend_is_valid():
@@ -84,7 +94,9 @@ def test_every_completed_backend_is_valid():
 def test_without_shtab_one_line_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["--print-completion", "bash"]) == 2
-    assert capsys.readouterr().err.splitlines() == ["fp8-backends: --print-completion needs shtab: pip install shtab"]
+    assert capsys.readouterr().err.splitlines() == [
+        "fp8-backends: --print-completion needs shtab: pip install shtab"
+    ]
 
 
 @pytest.mark.nightly
@@ -92,6 +104,8 @@ def test_help_imports_no_command():
     """Completion imports all of them, and only then."""
     ask = "import sys; from fp8_backends.tools.main import main; main([]); print([name for name in sys.modules"
     ask += " if name.startswith(('shtab', 'fp8_backends.tools.')) and name.count('.') == 2])"
-    ended = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=240, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=240, check=True
+    )
     loaded = ended.stdout.splitlines()[-1]
     assert loaded == "['fp8_backends.tools.completion', 'fp8_backends.tools.main']"

@@ -67,12 +67,15 @@ def asked(tmp_path):
 
 def exported(path, *flags):
     """Return the environment of the stock launcher for a file."""
-    args = stock.launch_command_parser().parse_args(["--config_file", str(path), *flags, "script.py"])
+    args = stock.launch_command_parser().parse_args(
+        ["--config_file", str(path), *flags, "script.py"]
+    )
     args, defaults, from_file = stock._validate_launch_command(args)
     if args.use_deepspeed:
         fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
         args.deepspeed_fields_from_accelerate_config = ",".join(fields)
-        assert "mixed_precision" not in fields  # DeepSpeedPlugin refuses it together with a file of DeepSpeed's
+        # DeepSpeedPlugin refuses it together with a file of DeepSpeed's
+        assert "mixed_precision" not in fields
         return stock_environments.prepare_deepspeed_cmd_env(args)[1]
     if args.use_fsdp or args.multi_gpu:
         return stock_environments.prepare_multi_gpu_env(args)
@@ -89,8 +92,16 @@ def exported(path, *flags):
         (MSAMP, {}, "msamp:O1"),
         (AO, {}, "ao"),
         (AO, FSDP, {"backend": "ao", "enable_fsdp_float8_all_gather": True}),
-        ({"backend": "native:rowwise", "exclude": "a,b"}, {}, {"backend": "native:rowwise", "exclude": ("a", "b")}),
-        ({"backend": "te+msamp:O3", "margin": 1}, {}, {"backend": "te:delayed+msamp:O3", "margin": 1}),
+        (
+            {"backend": "native:rowwise", "exclude": "a,b"},
+            {},
+            {"backend": "native:rowwise", "exclude": ("a", "b")},
+        ),
+        (
+            {"backend": "te+msamp:O3", "margin": 1},
+            {},
+            {"backend": "te:delayed+msamp:O3", "margin": 1},
+        ),
     ],
 )
 def test_recipe_of_an_accelerate_file(asked, fp8_config, values, spec):
@@ -100,9 +111,13 @@ def test_recipe_of_an_accelerate_file(asked, fp8_config, values, spec):
 
 def test_fp8_alone_means_auto(asked, capsys):
     config = asked()
-    assert config.recipe.name == "auto" and config.for_accelerate()["fp8_config"] == {"backend": "auto"}
+    assert config.recipe.name == "auto" and config.for_accelerate()["fp8_config"] == {
+        "backend": "auto"
+    }
     assert main(["config", config.source]) == 0
-    assert "auto, which is native:dynamic on this machine (no FP8 products" in capsys.readouterr().err
+    assert (
+        "auto, which is native:dynamic on this machine (no FP8 products" in capsys.readouterr().err
+    )
 
 
 def test_wizards_all_gather_is_omitted_without_fsdp2(asked):
@@ -120,12 +135,21 @@ def test_wizards_all_gather_is_omitted_without_fsdp2(asked):
         ({"distributed_type": "MULTI_GPU", "num_processes": 2}, "ddp", "none"),
         ({"distributed_type": "MULTI_CPU", "num_processes": 2}, "ddp", "none"),
         (FSDP, "fsdp2", "none"),
-        ({**FSDP, "fsdp_config": {"fsdp_offload_params": False}}, "fsdp1", "none"),  # the launcher's default
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}, "deepspeed", "none"),
+        # the launcher's default
+        ({**FSDP, "fsdp_config": {"fsdp_offload_params": False}}, "fsdp1", "none"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
+            "deepspeed",
+            "none",
+        ),
         ({"distributed_type": "MEGATRON_LM"}, "megatron", "none"),
         ({"distributed_type": "XLA"}, "tpu", "none"),
         ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "none", "full"),
-        ({"dynamo_config": {"dynamo_backend": "inductor", "use_regional_compilation": True}}, "none", "regional"),
+        (
+            {"dynamo_config": {"dynamo_backend": "inductor", "use_regional_compilation": True}},
+            "none",
+            "regional",
+        ),
         ({"dynamo_config": {"dynamo_backend": "NO"}}, "none", "none"),
         ({"dynamo_config": {"dynamo_backend": "AOT_EAGER"}}, "none", "none"),  # without kernels
     ],
@@ -136,10 +160,20 @@ def test_engine_and_compilation_of_an_accelerate_file(asked, values, parallel, c
 
 
 def test_surroundings_come_from_the_file_or_the_launchers_defaults(asked):
-    told = asked(MSAMP, **{**FSDP, "fsdp_config": {**FSDP2, "fsdp_cpu_ram_efficient_loading": False}})
-    assert told.surroundings == {"activation_checkpointing": False, "cpu_ram_efficient_loading": False}
-    untold = asked(MSAMP, **{**FSDP, "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}})
-    assert untold.surroundings == {"activation_checkpointing": True, "cpu_ram_efficient_loading": True}
+    told = asked(
+        MSAMP, **{**FSDP, "fsdp_config": {**FSDP2, "fsdp_cpu_ram_efficient_loading": False}}
+    )
+    assert told.surroundings == {
+        "activation_checkpointing": False,
+        "cpu_ram_efficient_loading": False,
+    }
+    untold = asked(
+        MSAMP, **{**FSDP, "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}
+    )
+    assert untold.surroundings == {
+        "activation_checkpointing": True,
+        "cpu_ram_efficient_loading": True,
+    }
     shared = asked(MSAMP, **FSDP, parallelism_config={"parallelism_config_tp_size": 2})
     assert shared.surroundings["tensor_parallel"] == 2
 
@@ -148,17 +182,27 @@ def test_surroundings_come_from_the_file_or_the_launchers_defaults(asked):
     ("block", "stage", "offload"),
     [
         ({"gradient_clipping": 1.0}, 2, False),
-        ({"zero_stage": 1, "offload_optimizer_device": "none", "offload_param_device": "none"}, 1, False),
+        (
+            {"zero_stage": 1, "offload_optimizer_device": "none", "offload_param_device": "none"},
+            1,
+            False,
+        ),
         ({"zero_stage": 2, "offload_optimizer_device": "cpu"}, 2, True),
         ({"zero_stage": 1, "offload_param_device": "nvme"}, 1, True),
         ({"zero_stage": 3}, 3, False),
     ],
 )
 @pytest.mark.parametrize("is_file", [False, True])
-def test_levels_are_refused_at_zero3_and_with_offload(block, stage, offload, is_file, asked, tmp_path):
+def test_levels_are_refused_at_zero3_and_with_offload(
+    block, stage, offload, is_file, asked, tmp_path
+):
     """By an Accelerate file, and by the DeepSpeed file that it names."""
     if is_file:
-        parts = ((key.split("_device")[0], value) for key, value in block.items() if key.startswith("offload"))
+        parts = (
+            (key.split("_device")[0], value)
+            for key, value in block.items()
+            if key.startswith("offload")
+        )
         settings = {"stage": stage, **{part: {"device": device} for part, device in parts}}
         (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": settings}))
         block = {"deepspeed_config_file": str(tmp_path / "zero.json")}
@@ -167,24 +211,47 @@ def test_levels_are_refused_at_zero3_and_with_offload(block, stage, offload, is_
         assert config.surroundings == {"zero_stage": stage, "zero_offload": offload}
         refusal = [finding for finding in config.findings() if finding.rule == "level_deepspeed"]
         assert bool(refusal) == (spec != "native:delayed" and (stage == 3 or offload))
-        assert all("FullyShardedDataParallelPlugin(fsdp_version=2)" in finding.fix for finding in refusal)
+        assert all(
+            "FullyShardedDataParallelPlugin(fsdp_version=2)" in finding.fix for finding in refusal
+        )
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("distributed_type: NO, mixed_precison: fp8", "mixed_precison.*did you mean 'mixed_precision'"),
+        (
+            "distributed_type: NO, mixed_precison: fp8",
+            "mixed_precison.*did you mean 'mixed_precision'",
+        ),
         ("mixed_precision: fp8", "distributed_type is missing"),
         ("distributed_type: MULTI_GPUS", "distributed_type='MULTI_GPUS' must be one of"),
-        ("distributed_type: NO, mixed_precision: fp9", "mixed_precision='fp9' must be one of no, fp16, bf16, fp8"),
-        ("distributed_type: FSDP, fsdp_config: {fsdp_offlod_params: true}", "did you mean 'fsdp_offload_params'"),
+        (
+            "distributed_type: NO, mixed_precision: fp9",
+            "mixed_precision='fp9' must be one of no, fp16, bf16, fp8",
+        ),
+        (
+            "distributed_type: FSDP, fsdp_config: {fsdp_offlod_params: true}",
+            "did you mean 'fsdp_offload_params'",
+        ),
         ("distributed_type: FSDP, fsdp_config: [1]", "fsdp_config must be a block of keys"),
-        ("distributed_type: NO, dynamo_config: {dynamo_backend: indctor}", "dynamo_backend='indctor' must be one of"),
+        (
+            "distributed_type: NO, dynamo_config: {dynamo_backend: indctor}",
+            "dynamo_backend='indctor' must be one of",
+        ),
         ("distributed_type: NO, num_processes: two", "num_processes='two' must be a whole number"),
-        ("distributed_type: NO, mixed_precision: fp8, fp8_config: {backend: TE, margn: 1}", "did you mean 'margin'"),
-        ("distributed_type: NO, mixed_precision: fp8, fp8_config: {backend: native, margin: 1}", "margin"),
+        (
+            "distributed_type: NO, mixed_precision: fp8, fp8_config: {backend: TE, margn: 1}",
+            "did you mean 'margin'",
+        ),
+        (
+            "distributed_type: NO, mixed_precision: fp8, fp8_config: {backend: native, margin: 1}",
+            "margin",
+        ),
         ("compute_environment: AMAZON_SAGEMAKER, distributed_type: NO", "is for Amazon SageMaker"),
-        ("distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: x}", "zero_stage='x' must be a whole number"),
+        (
+            "distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: x}",
+            "zero_stage='x' must be a whole number",
+        ),
         ("[1]", "holds no keys"),
         ("a: [1", "is no YAML.*line"),
         ("x: 1", "do not tell whether.*say it with --from"),
@@ -195,7 +262,11 @@ def test_an_invalid_file_exits_with_2_and_names_file_and_key(tmp_path, capsys, t
     path.write_text(text if text.startswith("[") else f"{{{text}}}")
     assert main(["config", str(path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("fp8-backends config: ") and "broken.yaml" in error and "Traceback" not in error
+    assert (
+        error.startswith("fp8-backends config: ")
+        and "broken.yaml" in error
+        and "Traceback" not in error
+    )
     with pytest.raises(RecipeError, match=expected):
         read(str(path))
 
@@ -242,8 +313,18 @@ def test_accelerate_exports_the_recipe_of_a_written_file(tmp_path, backend, kind
     values = {
         "one process": {},
         "ddp": {"distributed_type": "MULTI_GPU", "num_processes": 2},
-        "fsdp2": {**FSDP, "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}},
-        "deepspeed": {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 1}},
+        "fsdp2": {
+            **FSDP,
+            "dynamo_config": {
+                "dynamo_backend": "INDUCTOR",
+                "dynamo_use_regional_compilation": True,
+            },
+        },
+        "deepspeed": {
+            "distributed_type": "DEEPSPEED",
+            "num_processes": 2,
+            "deepspeed_config": {"zero_stage": 1},
+        },
     }
     if kind == "axolotl":
         source.write_text(AXOLOTL)
@@ -259,42 +340,72 @@ def test_accelerate_exports_the_recipe_of_a_written_file(tmp_path, backend, kind
     assert environment["ACCELERATE_MIXED_PRECISION"] == "fp8"
     assert resolve(environment_fields(environment)) == resolve(config.fields)
     again = read(str(written))
-    assert resolve(again.fields) == resolve(config.fields) and again.for_accelerate() == config.for_accelerate()
+    assert (
+        resolve(again.fields) == resolve(config.fields)
+        and again.for_accelerate() == config.for_accelerate()
+    )
     same = ("parallel", "compiled", "processes")
     assert [getattr(again, name) for name in same] == [getattr(config, name) for name in same]
     if kind == "axolotl":
-        assert environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true" and environment["FSDP_VERSION"] == "2"
+        assert (
+            environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+            and environment["FSDP_VERSION"] == "2"
+        )
         assert environment["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
 
 
 def test_every_field_passes_through_the_stock_launcher(tmp_path):
     specs = [
-        {"backend": "native:delayed", "margin": 2, "interval": 3, "amax_history_len": 8, "amax_compute_algo": "max"},
-        {"backend": "native:dynamic", "override_linear_precision": [False, False, True], "fp8_format": "E4M3"},
+        {
+            "backend": "native:delayed",
+            "margin": 2,
+            "interval": 3,
+            "amax_history_len": 8,
+            "amax_compute_algo": "max",
+        },
+        {
+            "backend": "native:dynamic",
+            "override_linear_precision": [False, False, True],
+            "fp8_format": "E4M3",
+        },
         {"backend": "te", "use_autocast_during_eval": True, "fp8_params": True},
         {"backend": "ao", "pad_inner_dim": False, "enable_fsdp_float8_all_gather": True},
         {"backend": "te:blockwise", "fp8_format": "HYBRID"},
         {"backend": "msamp:O3", "rounding": "nearest", "shard_states": False},
-        {"backend": "native", "include": ["q_proj", "*.mlp.*"], "exclude": ["lm_head"], "autocast_dtype": "fp16"},
+        {
+            "backend": "native",
+            "include": ["q_proj", "*.mlp.*"],
+            "exclude": ["lm_head"],
+            "autocast_dtype": "fp16",
+        },
         {"backend": "native", "gradient_comm": "fp8", "on_unproven": "warn"},
     ]
     for spec in specs:
         recipe = resolve(spec)
         path = tmp_path / "a.yaml"
         path.write_text(yaml.safe_dump({**WIZARD, "fp8_config": yaml_fields(recipe)}))
-        assert resolve(environment_fields(exported(path))) == recipe == resolve(read(str(path)).fields), spec
+        assert (
+            resolve(environment_fields(exported(path))) == recipe == resolve(read(str(path)).fields)
+        ), spec
 
 
 def test_config_keeps_deepspeed_file_without_mixed_precision(tmp_path):
-    (tmp_path / "zero.json").write_text('{\n\t"zero_optimization": {"stage": 3}\n}')  # a tab is no YAML
+    # a tab is no YAML
+    (tmp_path / "zero.json").write_text('{\n\t"zero_optimization": {"stage": 3}\n}')
     source = tmp_path / "a.yaml"
     source.write_text(f"base_model: x\nfp8: true\ndeepspeed: {tmp_path / 'zero.json'}\n")
-    assert main(["config", str(source), "--num_processes", "2", "--output", str(tmp_path / "b.yaml")]) == 0
+    assert (
+        main(["config", str(source), "--num_processes", "2", "--output", str(tmp_path / "b.yaml")])
+        == 0
+    )
     environment = exported(tmp_path / "b.yaml", "--mixed_precision", "fp8")
     assert environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(tmp_path / "zero.json")
     assert resolve(environment_fields(environment)).name == "ao:tensorwise"
     again = read(str(tmp_path / "b.yaml"))
-    assert again.surroundings == {"zero_stage": 3, "zero_offload": False} and again.recipe.name == "ao:tensorwise"
+    assert (
+        again.surroundings == {"zero_stage": 3, "zero_offload": False}
+        and again.recipe.name == "ao:tensorwise"
+    )
 
 
 # The command
@@ -316,7 +427,13 @@ def test_yaml_goes_to_standard_output_and_explanations_to_standard_error(axolotl
     with pytest.raises(ValueError, match=message):
         FP8BackendType(written["fp8_config"]["backend"])
     assert printed.out.startswith("# For `fp8-backends launch`") and message in printed.out
-    expected = ("ao:tensorwise", "enable_fsdp_float8_all_gather=True", "FSDP2, efficient loading", "8", "whole model")
+    expected = (
+        "ao:tensorwise",
+        "enable_fsdp_float8_all_gather=True",
+        "FSDP2, efficient loading",
+        "8",
+        "whole model",
+    )
     assert all(text in printed.err for text in expected)
     assert "no validator found anything" in printed.err
     assert max(map(len, printed.err.splitlines())) <= max(100, len(str(axolotl)) + 20)
@@ -326,7 +443,11 @@ def test_output_is_a_file_and_explanations_go_to_standard_output(axolotl, capsys
     written = tmp_path / "accelerate.yaml"
     assert main(["config", str(axolotl), "-o", str(written), "--backend", "te:delayed"]) == 0
     printed = capsys.readouterr()
-    assert "te:delayed" in printed.out and f"--config_file {written}" in printed.out and not printed.err
+    assert (
+        "te:delayed" in printed.out
+        and f"--config_file {written}" in printed.out
+        and not printed.err
+    )
     assert read(str(written)).recipe.name == "te:delayed"
     assert main(["config", str(axolotl), "-o", str(tmp_path / "none" / "x.yaml")]) == 2
     assert "No such file" in capsys.readouterr().err
@@ -342,7 +463,8 @@ def test_check_exits_with_1_and_writes_nothing_after_an_error(axolotl, capsys, h
     assert "[all_gather_without_fsdp2]" in " ".join(printed.out.split()) and not written.exists()
     assert main(["config", str(axolotl), "-o", str(written)]) == 0 and written.exists()
     axolotl.write_text("base_model: x\nfp8: true\n")
-    assert main(["config", str(axolotl), "--check"]) == 0  # a warning, torch.compile missing, is no error
+    # a warning, torch.compile missing, is no error
+    assert main(["config", str(axolotl), "--check"]) == 0
     assert "[ao_without_compile]" in " ".join(capsys.readouterr().err.split())
 
 
@@ -392,10 +514,14 @@ def test_invalid_flags_are_refused(axolotl, capsys, flags, expected):
 
 
 def test_a_configuration_in_json(tmp_path, capsys):
-    (tmp_path / "a.json").write_text(json.dumps({"distributed_type": "NO", "mixed_precision": "fp8"}, indent="\t"))
+    (tmp_path / "a.json").write_text(
+        json.dumps({"distributed_type": "NO", "mixed_precision": "fp8"}, indent="\t")
+    )
     assert read(str(tmp_path / "a.json")).recipe.name == "auto"
     (tmp_path / "b.json").write_text("{")
-    assert main(["config", str(tmp_path / "b.json")]) == 2 and "is no JSON" in capsys.readouterr().err
+    assert (
+        main(["config", str(tmp_path / "b.json")]) == 2 and "is no JSON" in capsys.readouterr().err
+    )
 
 
 def test_missing_file_is_named(capsys):

@@ -31,7 +31,9 @@ def test_every_backend_is_listed_with_a_fix_for_unavailable_ones(capsys):
     printed = capsys.readouterr().out
     assert main(["doctor", "--no-test", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found["backends"]) >= {"native", "ao", "te"} and found["backends"]["native"]["can_run"]
+    assert (
+        set(found["backends"]) >= {"native", "ao", "te"} and found["backends"]["native"]["can_run"]
+    )
     for name, backend in found["backends"].items():
         assert f"\n{name} " in printed
         assert backend["can_run"] or backend["fix"]
@@ -50,9 +52,14 @@ def test_every_available_backend_is_proven(capsys):
     found = json.loads(capsys.readouterr().out)
     tests = {test["backend"]: test for test in found["tests"]}
     levels = [f"msamp:{level}" for level in doctor.LEVELS]
-    assert {*(f"native:{scaling}" for scaling in NativeCompute.scalings), *levels, "ao:tensorwise"} <= set(tests)
+    assert {
+        *(f"native:{scaling}" for scaling in NativeCompute.scalings),
+        *levels,
+        "ao:tensorwise",
+    } <= set(tests)
     assert "te:delayed" not in tests
-    lacks_rowwise = hardware.torch_release() < (2, 13) and hardware.cpu_scaled_mm()  # before PyTorch's repair
+    # before PyTorch's repair
+    lacks_rowwise = hardware.torch_release() < (2, 13) and hardware.cpu_scaled_mm()
     for name, test in tests.items():
         if name.startswith("ao:rowwise") and lacks_rowwise:
             assert not test["proven"] and test["reason"]
@@ -68,7 +75,9 @@ def faulty(monkeypatch, **methods):
     """Register a backend `faulty`: native with a fault."""
     monkeypatch.setattr(registry, "factories", dict(registry.factories))
     monkeypatch.setattr(registry, "instances", dict(registry.instances))
-    fp8_backends.register_backend("faulty", type("Faulty", (NativeCompute,), {"name": "faulty", **methods}))
+    fp8_backends.register_backend(
+        "faulty", type("Faulty", (NativeCompute,), {"name": "faulty", **methods})
+    )
 
 
 def test_wrong_products_are_not_proven(monkeypatch):
@@ -107,7 +116,9 @@ def test_unplanned_bytes_are_not_proven(monkeypatch):
 
 
 def test_an_unmoved_weight_is_not_proven(monkeypatch):
-    monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.Optimizer.profile_hook_step(lambda self: None))
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", torch.optim.Optimizer.profile_hook_step(lambda self: None)
+    )
     found = self_test.test("native:rowwise")
     assert not found.proven and "a weight did not move" in found.reason
 
@@ -165,13 +176,17 @@ def proven_lines(tests, monkeypatch, capsys) -> str:
     """What `doctor` prints of these results."""
     monkeypatch.setattr(self_test, "run", lambda names: tests)
     assert main(["doctor"]) == 0
-    (paragraph,) = [each for each in capsys.readouterr().out.split("\n\n") if each.startswith("proven ")]
+    (paragraph,) = [
+        each for each in capsys.readouterr().out.split("\n\n") if each.startswith("proven ")
+    ]
     return " ".join(paragraph.split())
 
 
 def test_an_unproven_backend_is_printed_with_its_reason(monkeypatch, capsys):
     tests = [
-        self_test.SelfTest("native:dynamic", True, "", precision="bf16", gradient_error=0.1, seconds=1),
+        self_test.SelfTest(
+            "native:dynamic", True, "", precision="bf16", gradient_error=0.1, seconds=1
+        ),
         self_test.SelfTest("ao:rowwise", False, "layer 0 made no wgrad in FP8"),
     ]
     lines = proven_lines(tests, monkeypatch, capsys)
@@ -208,8 +223,14 @@ def test_another_chip_is_described_by_its_product_name(capsys):
     ("code", "printed"),
     [
         ("", "te        can run: on cuda"),
-        ("raise OSError('libnccl.so.2: cannot open')", "importing TransformerEngine fails with OSError: libnccl.so.2:"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "importing TransformerEngine ends with SIGSEGV"),
+        (
+            "raise OSError('libnccl.so.2: cannot open')",
+            "importing TransformerEngine fails with OSError: libnccl.so.2:",
+        ),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            "importing TransformerEngine ends with SIGSEGV",
+        ),
         ("import os; os._exit(3)", "importing TransformerEngine fails with no message"),
         ("import time; time.sleep(60)", "importing TransformerEngine did not end within 2 seconds"),
     ],
@@ -222,7 +243,9 @@ def test_a_usable_transformer_engine_is_imported(code, printed, tmp_path, monkey
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", PYTHON)
     monkeypatch.setattr(doctor, "TE_TIME_LIMIT", 2.0)
-    monkeypatch.setattr(registry, "available_backends", lambda: {"te": Availability(True, "on cuda")})
+    monkeypatch.setattr(
+        registry, "available_backends", lambda: {"te": Availability(True, "on cuda")}
+    )
     assert main(["doctor", "--no-test"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert " ".join(printed.split()) in output and ("installation.html" in output) == bool(code)
@@ -267,26 +290,43 @@ def test_different_gpus_are_listed_and_weakest_decides(monkeypatch, tmp_path, ca
     printed = capsys.readouterr().out
     assert "device    2 x H100 (80 GiB), capability 9.0: FP8 products in hardware" in printed
     assert "          1 x A100 (80 GiB), capability 8.0: no FP8 products" in printed
-    assert "the least of them decides" in printed and "train in bf16" in printed and "driver    580.65" in printed
+    assert (
+        "the least of them decides" in printed
+        and "train in bf16" in printed
+        and "driver    580.65" in printed
+    )
     gpus(monkeypatch, ("H100", (9, 0)))  # as CUDA_VISIBLE_DEVICES=0 shows
     assert main(["doctor", "--no-test"]) == 0
     printed = capsys.readouterr().out
-    assert "train in FP8 (native:dynamic)" in printed and "auto      means native here: trainings by native" in printed
+    assert (
+        "train in FP8 (native:dynamic)" in printed
+        and "auto      means native here: trainings by native" in printed
+    )
 
 
 def test_rules_refused_by_the_chip_are_not_tested(monkeypatch):
     gpus(monkeypatch, ("H100", (9, 0)))
-    monkeypatch.setattr(registry, "available_backends", lambda: {"te": Availability(True), "ao": Availability(False)})
-    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=""))  # TE can be imported
+    monkeypatch.setattr(
+        registry,
+        "available_backends",
+        lambda: {"te": Availability(True), "ao": Availability(False)},
+    )
+    # TE can be imported
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=""))
     names = []
     monkeypatch.setattr(self_test, "run", lambda given: names.extend(given) or [])
     doctor.diagnosis()
-    assert names[:2] == ["te:delayed", "te:dynamic"] and "te:mxfp8" not in names and "ao:tensorwise" not in names
+    assert (
+        names[:2] == ["te:delayed", "te:dynamic"]
+        and "te:mxfp8" not in names
+        and "ao:tensorwise" not in names
+    )
     assert names[-4:] == [f"te+msamp:{level}" for level in ("O1", "O2", "O3", "O4")]
 
 
 @pytest.mark.parametrize(
-    ("script", "driver"), [("echo 580.65; echo 580.65", "580.65"), ("echo no devices; exit 9", None)]
+    ("script", "driver"),
+    [("echo 580.65; echo 580.65", "580.65"), ("echo no devices; exit 9", None)],
 )
 def test_driver_version_is_queried(monkeypatch, tmp_path, script, driver):
     nvidia_smi(monkeypatch, tmp_path, script)

@@ -19,7 +19,13 @@ from fp8_backends.tools.main import main
 @pytest.fixture
 def config(tmp_path):
     """A file of a small Llama's configuration."""
-    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=2, vocab_size=512, num_hidden_layers=4)
+    sizes = dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=2,
+        vocab_size=512,
+        num_hidden_layers=4,
+    )
     LlamaConfig(**sizes, max_position_embeddings=256).save_pretrained(tmp_path)
     return str(tmp_path / "config.json")
 
@@ -32,7 +38,16 @@ def printed_by(capsys, *arguments):
 @pytest.mark.nightly
 def test_each_sharding_has_a_table_within_the_width(config, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    options = ["--devices", "4", "--device", "h100", "--backend", "bf16,msamp:O2,te+msamp:O3", "--sequence", "128"]
+    options = [
+        "--devices",
+        "4",
+        "--device",
+        "h100",
+        "--backend",
+        "bf16,msamp:O2,te+msamp:O3",
+        "--sequence",
+        "128",
+    ]
     code, printed = printed_by(capsys, config, *options, "--sharding", "ddp,zero2")
     assert code == 0
     lines = printed.out.splitlines()
@@ -40,7 +55,11 @@ def test_each_sharding_has_a_table_within_the_width(config, capsys, monkeypatch)
     assert "MiB on each of 4 devices, DDP" in lines and "MiB on each of 4 devices, ZeRO-2" in lines
     ddp = lines[lines.index("MiB on each of 4 devices, DDP") + 1 :]
     heading, rows = ddp[0].split(), {line.split()[0]: line.split()[1:] for line in ddp[1:4]}
-    assert heading[:3] == ["weights", "master", "grads"] and "sent" in heading and heading[-1] == "batch"
+    assert (
+        heading[:3] == ["weights", "master", "grads"]
+        and "sent" in heading
+        and heading[-1] == "batch"
+    )
     # "93 %" are two words, and so are "1.2 M"
     assert all(len(row) in (len(heading) + 1, len(heading) + 2) for row in rows.values())
     assert set(rows) == {"bf16", "msamp:O2", "te:delayed+msamp:O3"} and "yes" in rows["bf16"]
@@ -51,23 +70,52 @@ def test_each_sharding_has_a_table_within_the_width(config, capsys, monkeypatch)
 
 @pytest.mark.slow
 def test_json_holds_the_same_in_bytes(config, capsys):
-    code, printed = printed_by(capsys, config, "--json", "--backend", "bf16,msamp:O2", "--device", "24", "--batch", "2")
+    code, printed = printed_by(
+        capsys, config, "--json", "--backend", "bf16,msamp:O2", "--device", "24", "--batch", "2"
+    )
     found = json.loads(printed.out)
     assert code == 0 and found["device"]["memory"] == 24 * 2**30
     bf16, o2 = found["estimates"]
     count = found["parameters"]
-    assert bf16["static"] == pytest.approx(16 * count, rel=1e-4) and bf16["sharding"] == "none" and bf16["fits"] is True
-    assert bf16["weights"] == 4 * count and bf16["copies"] == pytest.approx(2 * (count - 512 * 64), rel=0.01)
-    assert o2["static"] < 0.75 * bf16["static"] and o2["flops_share"] > 0.8 and o2["peak"] > o2["static"]
-    assert found["settings"] == {"batch": 2, "sequence": 256, "checkpointing": False, "weights": "fp32", "devices": 1}
+    assert (
+        bf16["static"] == pytest.approx(16 * count, rel=1e-4)
+        and bf16["sharding"] == "none"
+        and bf16["fits"] is True
+    )
+    assert bf16["weights"] == 4 * count and bf16["copies"] == pytest.approx(
+        2 * (count - 512 * 64), rel=0.01
+    )
+    assert (
+        o2["static"] < 0.75 * bf16["static"]
+        and o2["flops_share"] > 0.8
+        and o2["peak"] > o2["static"]
+    )
+    assert found["settings"] == {
+        "batch": 2,
+        "sequence": 256,
+        "checkpointing": False,
+        "weights": "fp32",
+        "devices": 1,
+    }
 
 
 @pytest.mark.nightly
 def test_recipe_file_keeps_its_name_beside_its_base(config, capsys, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text("backend: native:dynamic\nfused_head: true\n")
-    options = ["--json", "--simulate", "--backend", f"native:dynamic,{file}", "--device", "h100", "--devices", "2"]
-    code, printed = printed_by(capsys, config, *options, "--sharding", "ddp", "--saved-activations", "fp8")
+    options = [
+        "--json",
+        "--simulate",
+        "--backend",
+        f"native:dynamic,{file}",
+        "--device",
+        "h100",
+        "--devices",
+        "2",
+    ]
+    code, printed = printed_by(
+        capsys, config, *options, "--sharding", "ddp", "--saved-activations", "fp8"
+    )
     found = json.loads(printed.out)
     assert code == 0
     base, of_file = found["estimates"]
@@ -79,15 +127,20 @@ def test_recipe_file_keeps_its_name_beside_its_base(config, capsys, tmp_path):
 
 @pytest.mark.nightly
 def test_encoder_decoder_has_all_parameters_and_transcript_length(tmp_path, capsys):
-    layers = {f"{side}_{name}": count for side in ("encoder", "decoder") for name, count in LAYERS.items()}
+    layers = {
+        f"{side}_{name}": count for side in ("encoder", "decoder") for name, count in LAYERS.items()
+    }
     config = WhisperConfig(**layers, d_model=64)
     config.save_pretrained(tmp_path)
-    code, printed = printed_by(capsys, str(tmp_path), "--json", "--backend", "bf16", "--device", "80")
+    code, printed = printed_by(
+        capsys, str(tmp_path), "--json", "--backend", "bf16", "--device", "80"
+    )
     assert code == 0 and printed.err == f"tracing a training step of {tmp_path} …\n"
     found = json.loads(printed.out)
     with torch.device("meta"):
         parameters = list(AutoModelForSpeechSeq2Seq.from_config(config).parameters())
-    static = sum(p.numel() * (16 if p.requires_grad else 4) for p in parameters)  # positions of the encoder are fixed
+    # positions of the encoder are fixed
+    static = sum(p.numel() * (16 if p.requires_grad else 4) for p in parameters)
     assert found["parameters"] == sum(p.numel() for p in parameters)
     assert found["estimates"][0]["static"] == pytest.approx(static, rel=1e-4)
     assert found["settings"]["sequence"] == 448
@@ -114,18 +167,23 @@ LAYERS = {"layers": 1, "attention_heads": 2}
 )
 def test_invalid_arguments_exit_with_2_and_one_message(config, capsys, arguments, expected):
     code, printed = printed_by(capsys, *(config if each == "MODEL" else each for each in arguments))
-    assert code == 2 and expected in printed.err and printed.err.startswith("fp8-backends estimate: ")
+    assert (
+        code == 2 and expected in printed.err and printed.err.startswith("fp8-backends estimate: ")
+    )
     assert "Traceback" not in printed.err and not printed.out
 
 
 @pytest.mark.nightly
 def test_image_model_has_no_sequence(tmp_path, capsys):
-    ResNetConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], embedding_size=8).save_pretrained(tmp_path)
+    ResNetConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], embedding_size=8).save_pretrained(
+        tmp_path
+    )
     code, printed = printed_by(capsys, str(tmp_path), "--sequence", "128")
     assert code == 2 and "reads images" in printed.err and not printed.out
     code, printed = printed_by(capsys, str(tmp_path), "--chip", "h100", "--backend", "bf16,ao")
     assert code == 0 and "on each 1 image of 224 x 224 pixels" in printed.out
-    assert "\nacts " in printed.out and "\nother " not in printed.out  # missing columns are not explained
+    # missing columns are not explained
+    assert "\nacts " in printed.out and "\nother " not in printed.out
     words = " ".join(printed.out.split())
     assert "ao:tensorwise: no layer of this model can run in FP8: convolution: " in words
     assert "8 -> 2 are not multiples of 16" in words
@@ -136,8 +194,14 @@ def advised(config, chip, *backends):
 
 
 def test_advice_names_chips_and_models_without_speed():
-    small, large = LlamaConfig(hidden_size=1024, intermediate_size=1024, vocab_size=512), LlamaConfig()
-    assert advised(large, "h100", "native:dynamic") == [] and advised(small, "80", "native:dynamic") == []
+    small, large = (
+        LlamaConfig(hidden_size=1024, intermediate_size=1024, vocab_size=512),
+        LlamaConfig(),
+    )
+    assert (
+        advised(large, "h100", "native:dynamic") == []
+        and advised(small, "80", "native:dynamic") == []
+    )
     assert advised(small, "h100") == []
     (line,) = advised(small, "h100", "native:dynamic", "te:delayed")
     assert "speed is to be expected of FP8: the layers for FP8 are too small" in line
@@ -150,7 +214,8 @@ def test_advice_names_chips_and_models_without_speed():
 def test_advice_names_the_choice_of_auto():
     (line,) = auto_advice(device_named("h100"))
     assert line.startswith(
-        "without TransformerEngine auto means native there: trainings by native on chips of this kind"
+        "without TransformerEngine auto means native there: trainings by native on chips of this "
+        "kind"
     )
     (line,) = auto_advice(device_named("b200"))
     assert line.startswith("without TransformerEngine auto means ao there: no training by native")

@@ -1,7 +1,7 @@
 """Compare estimates with live trainings.
 
-Bounds, as promised to users: static bytes 3 %, peaks 10 %. Measured ratios are within 0.3 % here, and at 4 % for the
-peak of TorchAO with its kernels' own allocations.
+Bounds, as promised to users: static bytes 3 %, peaks 10 %. Measured ratios are within 0.3 % here,
+and at 4 % for the peak of TorchAO with its kernels' own allocations.
 """
 
 import functools
@@ -35,7 +35,14 @@ from fp8_backends.kernels.backward import cross_entropy
 from fp8_backends.kernels.quantize import quantize
 from fp8_backends.recipes import handlers as recipes
 from fp8_backends.tools.compare.measuring import peak_memory
-from fp8_backends.tools.estimate import ModelShape, Workload, estimate, estimates, model_shapes, step_trace
+from fp8_backends.tools.estimate import (
+    ModelShape,
+    Workload,
+    estimate,
+    estimates,
+    model_shapes,
+    step_trace,
+)
 from fp8_backends.tools.estimate.estimates import Growth
 from fp8_backends.tools.estimate.step_trace import MemoryTracker, StepSettings, trace_step
 
@@ -76,7 +83,8 @@ CONFIGS = {
     "Mixtral, a mixture of experts": MixtralConfig(
         **SMALL, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, num_local_experts=4
     ),
-    "T5, without a token that starts its decoder": T5Config(**T5_SIZES, num_layers=2, use_cache=False),
+    "T5, without a token that starts its "
+    "decoder": T5Config(**T5_SIZES, num_layers=2, use_cache=False),
     "Whisper, which hears": WhisperConfig(
         **SIDES, **SPEECH, vocab_size=512, d_model=64, encoder_layers=2, decoder_layers=1, pad_token_id=0,
         decoder_start_token_id=1, use_cache=False,
@@ -90,7 +98,8 @@ SHAPES = {name: ModelShape(name.split()[0].strip(","), config) for name, config 
 
 
 def trained(shape, backend, batch, sequence):
-    """Return (static bytes, peak of the third step, FP8 share) of a live training, set up as by Accelerate."""
+    """Return (static bytes, peak of the third step, FP8 share) of a live training, set up as by
+    Accelerate."""
     torch.manual_seed(0)
     model = shape.make_model(torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -110,11 +119,16 @@ def trained(shape, backend, batch, sequence):
 
     step()
     found = audit(model, optimizer)
-    static = sum(found.bytes_per_parameter[key] for key in ("weight", "master", "gradient", "optimizer"))
+    static = sum(
+        found.bytes_per_parameter[key] for key in ("weight", "master", "gradient", "optimizer")
+    )
     parameters = sum(p.numel() for p in model.parameters())
-    copies = 1.0 if backend in ("native:dynamic", "msamp:O1", "msamp:O2") else 0.0  # added to weights by `audit`
+    # added to weights by `audit`
+    copies = 1.0 if backend in ("native:dynamic", "msamp:O1", "msamp:O2") else 0.0
     names = {*found.products}  # counts of modules, for experts of Parameters
-    converted = sum(p.numel() for n, p in model.named_parameters() if {n, n.removesuffix(".weight")} & names)
+    converted = sum(
+        p.numel() for n, p in model.named_parameters() if {n, n.removesuffix(".weight")} & names
+    )
     optimizer.zero_grad()
     step()
     optimizer.zero_grad()
@@ -164,20 +178,33 @@ def test_fused_head_matches_a_live_training(monkeypatch):
     ],
     ids=["Llama", "T5, whose first layers hold the biases of positions"],
 )
-def test_growth_from_a_few_layers_matches_the_whole_model(config, checkpointing, cases, saved, peak):
-    """Resting bytes and gradients to the byte; the peak of Llama within 2 %, since its region may change."""
+def test_growth_from_a_few_layers_matches_the_whole_model(
+    config, checkpointing, cases, saved, peak
+):
+    """Resting bytes and gradients to the byte; the peak of Llama within 2 %, since its region may
+    change."""
     shape, recipe = ModelShape("", config), recipes.resolve("native:dynamic")
     workload = Workload(model=shape, batch=2, sequence=64, checkpointing=checkpointing, memory=1e9)
     growth = Growth.traced(workload, recipe, "none", recipe.name)
     assert growth.deeper is not growth.first
     for layers, batch in cases:
-        whole = estimates.trace_model(workload, recipe, "none", recipe.name, shape.with_layers(layers), batch)
+        whole = estimates.trace_model(
+            workload, recipe, "none", recipe.name, shape.with_layers(layers), batch
+        )
         grown = growth.at(layers, batch)
-        assert grown.resting == whole.resting and grown.saved["gradients"] == whole.saved["gradients"]
-        assert grown.saved == pytest.approx(whole.saved, rel=saved)  # scales shared by layers, some bytes each
-        flows = [{name: each.sizes.pop(name) for name in step_trace.FLOWS} for each in (grown, whole)]
-        assert grown.sizes == pytest.approx(whole.sizes) and grown.products == pytest.approx(whole.products)
-        assert flows[0] == pytest.approx(flows[1], rel=0.01)  # masks and positions do not grow with the batch
+        assert (
+            grown.resting == whole.resting and grown.saved["gradients"] == whole.saved["gradients"]
+        )
+        # scales shared by layers, some bytes each
+        assert grown.saved == pytest.approx(whole.saved, rel=saved)
+        flows = [
+            {name: each.sizes.pop(name) for name in step_trace.FLOWS} for each in (grown, whole)
+        ]
+        assert grown.sizes == pytest.approx(whole.sizes) and grown.products == pytest.approx(
+            whole.products
+        )
+        # masks and positions do not grow with the batch
+        assert flows[0] == pytest.approx(flows[1], rel=0.01)
         assert estimates.highest(grown)[1] == pytest.approx(estimates.highest(whole)[1], rel=peak)
 
 
@@ -193,30 +220,45 @@ def test_temporary_copies_of_a_kernel_do_not_count():
 
 @pytest.mark.slow
 def test_grouped_queries_are_neither_repeated_nor_masked():
-    """Saved bytes of a causal model without padding are proportional to the tokens, not to the sequence's square."""
+    """Saved bytes of a causal model without padding are proportional to the tokens, not to the
+    sequence's square."""
     config = llama(num_attention_heads=8, num_key_value_heads=1)
 
     def kept(batch, sequence):
         shape = ModelShape("", config)
         make_batch = functools.partial(shape.make_batch, batch, sequence)
-        return trace_step(lambda: shape.make_model(torch.float32), make_batch, StepSettings(recipe=None)).saved
+        return trace_step(
+            lambda: shape.make_model(torch.float32), make_batch, StepSettings(recipe=None)
+        ).saved
 
     assert kept(1, 512)["activations"] == pytest.approx(kept(8, 64)["activations"], rel=0.01)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("backend,value", [("native:dynamic", "fp8+attention"), ("te:dynamic", "fp8")])
+@pytest.mark.parametrize(
+    "backend,value", [("native:dynamic", "fp8+attention"), ("te:dynamic", "fp8")]
+)
 def test_saved_activations_match_an_audit_to_the_byte(backend, value):
     shape, workload = SHAPES["Llama"], Workload(model=SHAPES["Llama"], batch=2, sequence=64)
-    asked = [recipes.resolve({"backend": backend, "saved_activations": each}) for each in ("off", value)]
+    asked = [
+        recipes.resolve({"backend": backend, "saved_activations": each}) for each in ("off", value)
+    ]
     off, on = estimate(workload, asked)
-    assert f"saved_activations={value!r}, of the backends in FP8" in on.notes and off.weights == on.weights
+    assert (
+        f"saved_activations={value!r}, of the backends in FP8" in on.notes
+        and off.weights == on.weights
+    )
     model = shape.make_model(torch.float32).train()
-    fp8_backends.prepare(model, None, recipes.FP8RecipeKwargs("native:dynamic", saved_activations=value))
+    fp8_backends.prepare(
+        model, None, recipes.FP8RecipeKwargs("native:dynamic", saved_activations=value)
+    )
     with torch.autocast("cpu", torch.bfloat16):
         model(**shape.make_batch(2, 64))
     kept = audit(model).saved_activations
-    assert off.activations - on.activations == kept["plain_bytes"] - kept["bytes"] and kept["tensors"] > 10
+    assert (
+        off.activations - on.activations == kept["plain_bytes"] - kept["bytes"]
+        and kept["tensors"] > 10
+    )
 
 
 def test_checkpointing_saves_activations_and_bf16_halves_weights():
@@ -251,10 +293,14 @@ def test_largest_model_and_batch_are_maximal():
 
 @pytest.mark.nightly
 def test_ranks_hold_their_share():
-    """O3 shards 5 of 7 bytes per scaled weight element under DDP, and O4 3 of 5; FSDP2 shards everything."""
+    """O3 shards 5 of 7 bytes per scaled weight element under DDP, and O4 3 of 5; FSDP2 shards
+    everything."""
     workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
     found = estimate(workload, ["bf16", "msamp:O3", "msamp:O4"], ["none", "ddp", "fsdp2"])
-    alone, ddp, fsdp = ({each.backend: each for each in found if each.sharding == s} for s in ("none", "ddp", "fsdp2"))
+    alone, ddp, fsdp = (
+        {each.backend: each for each in found if each.sharding == s}
+        for s in ("none", "ddp", "fsdp2")
+    )
     shared = {"msamp:O3": 5, "msamp:O4": 3 + 2 * 4 / 128}  # with the scales of blocks
     for backend, whole in alone.items():
         assert fsdp[backend].static == pytest.approx(whole.static / 4, rel=1e-6)
@@ -262,13 +308,19 @@ def test_ranks_hold_their_share():
     assert ddp["bf16"].buffers - alone["bf16"].buffers == ddp["bf16"].gradients  # DDP's buckets
     scaled = 2 * (4 * 64 * 64 + 3 * 64 * 192)
     for level, bytes_ in shared.items():
-        assert alone[level].static - ddp[level].static == pytest.approx(0.75 * bytes_ * scaled, rel=0.002)  # and scales
+        # and scales
+        assert alone[level].static - ddp[level].static == pytest.approx(
+            0.75 * bytes_ * scaled, rel=0.002
+        )
 
 
 @pytest.mark.nightly
 def test_released_gradients_need_memory_only_if_ddp_reduces_them():
     workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
-    asked = [fp8_backends.resolve({"backend": "msamp:O2", "gradient_release": released}) for released in (False, True)]
+    asked = [
+        fp8_backends.resolve({"backend": "msamp:O2", "gradient_release": released})
+        for released in (False, True)
+    ]
     for sharding in ("fsdp2", "ddp"):
         usual, released = estimate(workload, asked, [sharding])
         scaled = 2 * (4 * 64 * 64 + 3 * 64 * 192)
@@ -285,20 +337,32 @@ def test_deepspeed_shards_more_at_each_stage_and_refuses_levels():
     expected = [2 + 2 + 12 / 4, 2 + 2 / 4 + 12 / 4, 16 / 4]
     assert [each.static / count for each in stages] == pytest.approx(expected, rel=1e-6)
     refused, accepted = estimate(workload, ["msamp:O2", "bf16"], ["zero3"])
-    assert "O2" in refused.refused and "FSDP2" in refused.refused and refused.peak == 0 and not accepted.refused
+    assert (
+        "O2" in refused.refused
+        and "FSDP2" in refused.refused
+        and refused.peak == 0
+        and not accepted.refused
+    )
 
 
 @pytest.mark.nightly
 def test_sent_bytes_and_shares_match_two_recorded_ranks(subtests):
     """DDP within 1 %; FSDP2 within 4 %, with gloo's all-reduce counted as a reduce-scatter."""
-    assert {each["sharding"] for each in ON_RANKS} == {"ddp", "fsdp2"} and all(each["ranks"] == 2 for each in ON_RANKS)
-    shape = ModelShape("", llama(3, hidden_size=128, intermediate_size=352, num_attention_heads=4, vocab_size=256))
+    assert {each["sharding"] for each in ON_RANKS} == {"ddp", "fsdp2"} and all(
+        each["ranks"] == 2 for each in ON_RANKS
+    )
+    shape = ModelShape(
+        "", llama(3, hidden_size=128, intermediate_size=352, num_attention_heads=4, vocab_size=256)
+    )
     for backend in ("bf16", "native:dynamic", "msamp:O1", "msamp:O2", "msamp:O3", "msamp:O4"):
         measured_ones = [each for each in ON_RANKS if each["backend"] == backend]
         workload = Workload(model=shape, batch=4, sequence=128, devices=2)
         estimates = estimate(workload, [backend], [each["sharding"] for each in measured_ones])
         for each, found in zip(measured_ones, estimates, strict=True):
-            measured, plain_fsdp2 = each["measured"], each["sharding"] == "fsdp2" and "msamp" not in backend
+            measured, plain_fsdp2 = (
+                each["measured"],
+                each["sharding"] == "fsdp2" and "msamp" not in backend,
+            )
             twice = found.parameters * 2 / 2 if plain_fsdp2 else 0
             bound = 0.01 if each["sharding"] == "ddp" else 0.04
             with subtests.test(f"{each['sharding']} {backend}"):
@@ -312,7 +376,10 @@ def test_every_recorded_model_is_within_the_bounds():
     levels = {"bf16", "native:dynamic", "msamp:O1", "msamp:O2", "msamp:O3", "ao"}
     models = {each["model"] for each in results}
     assert len(models) >= 3
-    assert all(levels <= {each["backend"] for each in results if each["model"] == model} for model in models)
+    assert all(
+        levels <= {each["backend"] for each in results if each["model"] == model}
+        for model in models
+    )
     for each in results:
         assert each["ratio"]["static"] == pytest.approx(1, abs=STATIC), each
         assert each["ratio"]["peak"] == pytest.approx(1, abs=PEAK), each
@@ -320,15 +387,22 @@ def test_every_recorded_model_is_within_the_bounds():
 
 @pytest.mark.nightly
 def test_te_is_traced_as_native_with_second_copy_of_codes():
-    te, native = estimate(Workload(model=SHAPES["Llama"], sequence=64), ["te:delayed", "native:delayed"])
+    te, native = estimate(
+        Workload(model=SHAPES["Llama"], sequence=64), ["te:delayed", "native:delayed"]
+    )
     converted = 2 * (4 * 64 * 64 + 3 * 64 * 192)
-    assert te.static == native.static and te.copies - native.copies == pytest.approx(converted, rel=0.001)
+    assert te.static == native.static and te.copies - native.copies == pytest.approx(
+        converted, rel=0.001
+    )
     assert te.notes and not native.notes
 
 
 @pytest.mark.nightly
 def test_experts_run_in_fp8_as_conversion_expects():
-    shape, backends = SHAPES["Mixtral, a mixture of experts"], ["te:dynamic", "native:dynamic", "ao:tensorwise"]
+    shape, backends = (
+        SHAPES["Mixtral, a mixture of experts"],
+        ["te:dynamic", "native:dynamic", "ao:tensorwise"],
+    )
     te, native, ao = found = estimate(Workload(model=shape, sequence=64), backends)
     with torch.device("meta"):
         model = shape.make_model(torch.float32)
@@ -343,7 +417,11 @@ def test_experts_run_in_fp8_as_conversion_expects():
 TEXTS = "3 sequences of 5 tokens"
 CLASSES = {
     "BertForMaskedLM": (BertConfig(architectures=["BertForPreTraining"]), (3, 5), TEXTS),
-    "BertForSequenceClassification": (BertConfig(architectures=["BertForSequenceClassification"]), (3,), TEXTS),
+    "BertForSequenceClassification": (
+        BertConfig(architectures=["BertForSequenceClassification"]),
+        (3,),
+        TEXTS,
+    ),
     "T5ForConditionalGeneration": (
         *(T5Config(architectures=["T5WithLMHeadModel"]), (3, 5)),
         f"{TEXTS} for the encoder and as many for the decoder",
@@ -376,12 +454,16 @@ def test_one_sample_is_singular():
 
 def test_a_model_without_a_known_loss_is_refused(tmp_path):
     CLIPConfig().save_pretrained(tmp_path)
-    with pytest.raises(FP8BackendError, match="model type 'clip': transformers has no class with a loss"):
+    with pytest.raises(
+        FP8BackendError, match="model type 'clip': transformers has no class with a loss"
+    ):
         model_shapes.from_transformers(tmp_path)
 
 
 def test_refused_backend_shows_its_reason_among_others():
-    shape = ModelShape("", GPT2Config(vocab_size=512, n_embd=40, n_layer=2, n_head=2, use_cache=False))
+    shape = ModelShape(
+        "", GPT2Config(vocab_size=512, n_embd=40, n_layer=2, n_head=2, use_cache=False)
+    )
     fp8, bf16 = estimate(Workload(model=shape, sequence=64), ["ao:tensorwise", "bf16"])
     assert "no layer of this model can run in FP8" in fp8.refused and bf16.peak > 0
     with pytest.raises(FP8BackendError, match="no layer of this model"):
@@ -405,13 +487,19 @@ def test_rejection_sampling_ends_and_value_dependent_loop_is_refused(monkeypatch
     shape.__dict__["grows_evenly"] = False
     with pytest.raises(FP8BackendError, match="asks for values of tensors without end"):
         estimate(Workload(model=shape, sequence=64), ["bf16"])
-    monkeypatch.setattr(Waits, "make_model", lambda self, dtype: truncated(ModelShape.make_model(self, dtype)))
+    monkeypatch.setattr(
+        Waits, "make_model", lambda self, dtype: truncated(ModelShape.make_model(self, dtype))
+    )
     assert estimate(Workload(model=shape, sequence=64), ["bf16"])[0].peak > 0
 
 
 def test_failing_step_is_one_message(monkeypatch):
-    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda self, labels=None, **_: 1 / 0)
-    with pytest.raises(FP8BackendError, match="a training step of this model fails: ZeroDivisionError"):
+    monkeypatch.setattr(
+        "transformers.LlamaForCausalLM.forward", lambda self, labels=None, **_: 1 / 0
+    )
+    with pytest.raises(
+        FP8BackendError, match="a training step of this model fails: ZeroDivisionError"
+    ):
         estimate(Workload(model=SHAPES["Llama"], sequence=64), ["bf16"])
 
 
@@ -422,14 +510,21 @@ def test_invalid_arguments_are_errors():
     workload.sequence = 32
     with pytest.raises(RecipeError, match="unknown backend"):
         estimate(workload, ["natve"])
-    with pytest.raises(RecipeError, match=r"sharding 'zero4' is not known \(did you mean 'zero3'\?\); there are none"):
+    with pytest.raises(
+        RecipeError,
+        match=r"sharding 'zero4' is not known \(did you mean 'zero3'\?\); there are none",
+    ):
         estimate(workload, ["native"], ["ddp", "zero4"])
     workload.weights = "bf61"
-    with pytest.raises(RecipeError, match=r"dtype of weights 'bf61' is not known \(did you mean 'bf16'\?\)"):
+    with pytest.raises(
+        RecipeError, match=r"dtype of weights 'bf61' is not known \(did you mean 'bf16'\?\)"
+    ):
         estimate(workload, ["native"])
 
 
-@pytest.mark.parametrize(("count", "shape"), [("8B", (32, 4096)), ("70B", (75, 8448)), ("350M", (18, 1280))])
+@pytest.mark.parametrize(
+    ("count", "shape"), [("8B", (32, 4096)), ("70B", (75, 8448)), ("350M", (18, 1280))]
+)
 def test_a_number_of_parameters_becomes_a_llama_of_that_size(count, shape):
     config = model_shapes.from_parameters(model_shapes.parse_count(count)).config
     assert config.num_hidden_layers / shape[0] == pytest.approx(1, rel=0.5)
@@ -437,8 +532,12 @@ def test_a_number_of_parameters_becomes_a_llama_of_that_size(count, shape):
 
 
 def test_counts_round_trip():
-    assert model_shapes.parse_count("1.5e9") == 1.5e9 and model_shapes.parse_count(" 350m ") == 350e6
-    assert model_shapes.readable_count(8.03e9) == "8.03 B" and model_shapes.readable_count(70) == "70"
+    assert (
+        model_shapes.parse_count("1.5e9") == 1.5e9 and model_shapes.parse_count(" 350m ") == 350e6
+    )
+    assert (
+        model_shapes.readable_count(8.03e9) == "8.03 B" and model_shapes.readable_count(70) == "70"
+    )
     for wrong in ("many", "-3B", "12", ""):
         with pytest.raises(FP8BackendError, match="number of parameters such as 8B"):
             model_shapes.parse_count(wrong)

@@ -39,7 +39,10 @@ def test_a_script_is_short_with_a_start_command_and_public_names(name):
     assert ("--model" in words) == ('"--tiny"' in source) == ("\n\nEstimated" in source)
     assert len(EXAMPLES[name].shows.splitlines()) == 1 and EXAMPLES[name].shows.endswith(".")
     tree = ast.parse(source)
-    guides = [(ROOT / "fp8_backends" / "docs" / f"{name}.rst").read_text() for name in ("contributing", "trainers")]
+    guides = [
+        (ROOT / "fp8_backends" / "docs" / f"{name}.rst").read_text()
+        for name in ("contributing", "trainers")
+    ]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "fp8_backends":
             assert node.attr in (*fp8_backends.__all__, "checkpoints")
@@ -53,7 +56,9 @@ def test_a_script_is_short_with_a_start_command_and_public_names(name):
 def test_the_list_has_each_example_and_its_command(capsys):
     assert main(["examples"]) == 0
     printed = capsys.readouterr().out
-    assert len(EXAMPLES) == 8 and all(each.start in " ".join(printed.split()) for each in EXAMPLES.values())
+    assert len(EXAMPLES) == 8 and all(
+        each.start in " ".join(printed.split()) for each in EXAMPLES.values()
+    )
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -64,15 +69,25 @@ def test_an_example_is_copied_and_nothing_is_overwritten(capsys, tmp_path, monke
     assert (tmp_path / "trl_sft.py").read_bytes() == EXAMPLES["trl_sft"].script.read_bytes()
     (tmp_path / "trl_sft.py").write_text("mine")
     assert main(["examples", "trl_sft"]) == 2
-    assert "trl_sft.py exists already" in capsys.readouterr().err and (tmp_path / "trl_sft.py").read_text() == "mine"
+    assert (
+        "trl_sft.py exists already" in capsys.readouterr().err
+        and (tmp_path / "trl_sft.py").read_text() == "mine"
+    )
     (tmp_path / "folder").mkdir()
-    assert main(["examples", "trl_sft", "folder"]) == main(["examples", "trl_sft", "my trl_sft.py"]) == 0
+    assert (
+        main(["examples", "trl_sft", "folder"])
+        == main(["examples", "trl_sft", "my trl_sft.py"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "python folder/trl_sft.py" in printed and "python 'my trl_sft.py' --backend" in printed
     assert main(["examples", "trl_sft", "nowhere/trl_sft.py"]) == 2
     assert "nowhere/trl_sft.py cannot be written: No such file" in capsys.readouterr().err
     assert main(["examples", "trl_sft", "elsewhere"]) == 2
-    assert "elsewhere is no folder" in capsys.readouterr().err and not (tmp_path / "elsewhere").exists()
+    assert (
+        "elsewhere is no folder" in capsys.readouterr().err
+        and not (tmp_path / "elsewhere").exists()
+    )
 
 
 def test_an_unknown_name_exits_with_2_and_the_nearest_one(capsys):
@@ -114,18 +129,28 @@ def test_every_example_is_copied_out_of_the_wheel_and_trains(subtests, tmp_path)
             losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?([\d.]+\d)", ended.stdout)]
             assert len(losses) > 2 and losses[-1] < 0.8 * losses[0], ended.stdout
             backend = re.escape(arguments[-1])
-            assert len(re.findall(rf"^{backend}: \d+/\d+ Linear.* in FP8", ended.stderr, re.M)) == 1, ended.stderr
+            assert (
+                len(re.findall(rf"^{backend}: \d+/\d+ Linear.* in FP8", ended.stderr, re.M)) == 1
+            ), ended.stderr
 
 
 def launcher(program: str) -> list[str]:
     return [] if program == "python" else ["-m", "torch.distributed.run", "--standalone"]
 
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
-def language_model(auto: type, config: transformers.PretrainedConfig) -> Callable[[Path, Path], None]:
-    """Return a function that writes a model with a tokenizer of words, and a text of 2,000 words."""
+def language_model(
+    auto: type, config: transformers.PretrainedConfig
+) -> Callable[[Path, Path], None]:
+    """Return a function that writes a model with a tokenizer of words, and a text of 2,000
+    words."""
 
     def make(model: Path, data: Path) -> None:
         words = {"<pad>": 0, "<mask>": 1, **{f"word{i}": i for i in range(2, 100)}}
@@ -133,7 +158,9 @@ def language_model(auto: type, config: transformers.PretrainedConfig) -> Callabl
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         auto.from_config(config).save_pretrained(model)
         special = {"pad_token": "<pad>", "mask_token": "<mask>"}
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(model)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(
+            model
+        )
         data.write_text(" ".join(f"word{2 + i % 90}" for i in range(2000)))
 
     return make
@@ -151,12 +178,15 @@ def image_model(model: Path, data: Path) -> None:
 
 
 CAUSAL, MASKED = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM
-EXPERTS = transformers.MixtralConfig(vocab_size=128, num_key_value_heads=2, num_local_experts=4, **SIZES)
+EXPERTS = transformers.MixtralConfig(
+    vocab_size=128, num_key_value_heads=2, num_local_experts=4, **SIZES
+)
 QWEN3 = transformers.Qwen3Config(vocab_size=128, head_dim=32, num_key_value_heads=4, **SIZES)
 MAKE = {
     "llama": language_model(CAUSAL, transformers.LlamaConfig(vocab_size=128, **SIZES)),
     "qwen3_lora": language_model(
-        CAUSAL, transformers.Qwen3Config(vocab_size=128, head_dim=32, num_key_value_heads=4, **SIZES)
+        CAUSAL,
+        transformers.Qwen3Config(vocab_size=128, head_dim=32, num_key_value_heads=4, **SIZES),
     ),
     "mixtral": language_model(CAUSAL, EXPERTS),
     "bert": language_model(MASKED, transformers.BertConfig(vocab_size=128, **SIZES)),
@@ -176,14 +206,23 @@ def test_the_real_command_trains_from_a_checkpoint_and_data(name, tmp_path):
     words[words.index("--images" if name == "vit" else "--text") + 1] = str(data)
     words[words.index(f"{name}.py")] = str(EXAMPLES[name].script)
     small = ["--batch", "4"] if name == "vit" else ["--length", "32"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
     ended = warm_process.run(*launcher(program), *words, *small, cwd=tmp_path, env=environment)
     assert ended.returncode == 0, ended.stderr
     losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?([\d.]+\d)", ended.stdout)]
     assert losses and all(map(math.isfinite, losses)), ended.stdout
-    assert len(re.findall(rf"^{words[-1]}: \d+/\d+ Linear.* in FP8", ended.stderr, re.M)) == 1, ended.stderr
+    assert len(re.findall(rf"^{words[-1]}: \d+/\d+ Linear.* in FP8", ended.stderr, re.M)) == 1, (
+        ended.stderr
+    )
     if name == "llama":
-        layers = json.loads((tmp_path / "llama-fp8" / "config.json").read_text())["quantization_config"]
+        layers = json.loads((tmp_path / "llama-fp8" / "config.json").read_text())[
+            "quantization_config"
+        ]
         assert layers["quant_method"] == "compressed-tensors"
         assert (tmp_path / "llama-fp8" / "tokenizer.json").exists()
 
@@ -193,9 +232,22 @@ def unpacked_wheel(folder: Path) -> Path:
     (source := folder / "source").mkdir()
     for name in ("setup.cfg", "setup.py", "LICENSE", "README.rst"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "fp8_backends", source / "fp8_backends", ignore=shutil.ignore_patterns("__pycache__"))
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
-    built = subprocess.run([*pip, "-w", str(folder), str(source)], capture_output=True, text=True, timeout=240)
+    shutil.copytree(
+        ROOT / "fp8_backends", source / "fp8_backends", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-cache-dir",
+    ]
+    built = subprocess.run(
+        [*pip, "-w", str(folder), str(source)], capture_output=True, text=True, timeout=240
+    )
     assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:

@@ -14,12 +14,21 @@ from fp8_backends.watch.monitor import summary
 
 def entry(sqnr=31.6, saturated=0.0, flushed=0.0, amax=2.0, fmt="e4m3", scale=128.0):
     shares = {"saturated": saturated, "flushed": flushed, "sqnr_db": sqnr}
-    sizes = {"elements": 600, "counted": 600, "exponents": [-3, 1], "binades": [10, 90, 200, 200, 100]}
+    sizes = {
+        "elements": 600,
+        "counted": 600,
+        "exponents": [-3, 1],
+        "binades": [10, 90, 200, 200, 100],
+    }
     return {"format": fmt, "amax": amax, "scale": scale, **shares, **sizes}
 
 
 def stored(zeros):
-    return {**{key: value for key, value in entry().items() if key != "sqnr_db"}, "zeros": zeros, "at_max": 0.0}
+    return {
+        **{key: value for key, value in entry().items() if key != "sqnr_db"},
+        "zeros": zeros,
+        "at_max": 0.0,
+    }
 
 
 def record(step, not_seen=(), **tensors):
@@ -44,7 +53,8 @@ def troubled(tmp_path):
     weights = [entry(12.0), entry(31.4)]
     gradient = entry(19.0, saturated=0.02, fmt="e5m2", scale=[2.0, 8.0])
     steps = [
-        record(step, weight=weight, grad_output=gradient) for step, weight in zip((100, 200), weights, strict=True)
+        record(step, weight=weight, grad_output=gradient)
+        for step, weight in zip((100, 200), weights, strict=True)
     ]
     steps[-1]["tensors"]["model.layers.0.q_proj"]["exp_avg"] = stored(0.25)
     return written(tmp_path, *steps)
@@ -64,12 +74,21 @@ def test_table_lists_worst_first_and_names_it(troubled, capsys):
 
 def test_a_layer_that_loses_of_its_sums_comes_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    file = written(tmp_path, {**record(10, input={**entry(), "sum_lost": 0.071}, weight=entry(30.0)), "sums": ["h100"]})
+    file = written(
+        tmp_path,
+        {**record(10, input={**entry(), "sum_lost": 0.071}, weight=entry(30.0)), "sums": ["h100"]},
+    )
     assert main(["monitor", str(file)]) == 0
     out = capsys.readouterr().out
     assert "over 4 % of the sums lost: model.layers.0.q_proj input" in out and "h100" in out
-    rows = [line.split()[1:] for line in out.splitlines() if line.startswith("model.layers.0.q_proj")]
-    assert [row[0] for row in rows] == ["input", "weight"] and rows[0][-2:] == ["7.1", "%"] and rows[1][-1] == "–"
+    rows = [
+        line.split()[1:] for line in out.splitlines() if line.startswith("model.layers.0.q_proj")
+    ]
+    assert (
+        [row[0] for row in rows] == ["input", "weight"]
+        and rows[0][-2:] == ["7.1", "%"]
+        and rows[1][-1] == "–"
+    )
     html = render(read_samples(file))
     check_page(html)
     assert "7.1 %" in html and ">sums<" in html
@@ -81,7 +100,10 @@ def test_a_healthy_run_is_good(tmp_path):
 
 
 def test_non_finite_values_come_first(tmp_path, capsys):
-    file = written(tmp_path, record(10, weight=entry(10.0), grad_output=entry(None, amax=None, scale=[None, 4.0])))
+    file = written(
+        tmp_path,
+        record(10, weight=entry(10.0), grad_output=entry(None, amax=None, scale=[None, 4.0])),
+    )
     assert findings(read_samples(file)).mood == "bad"
     assert main(["monitor", str(file), "--worst", "1"]) == 0
     out = capsys.readouterr().out
@@ -95,9 +117,14 @@ NAN = {**entry(None, None, None, amax=None, scale=[None, 4.0]), "exponents": [9,
 @pytest.fixture
 def spoiled(tmp_path):
     """Write values with NaN from step 200 on, first in a layer's input."""
-    steps = [record(step, input=NAN if step > 100 else entry(), grad_output=entry()) for step in (100, 200, 300)]
+    steps = [
+        record(step, input=NAN if step > 100 else entry(), grad_output=entry())
+        for step in (100, 200, 300)
+    ]
     for each in steps:
-        each["tensors"]["model.layers.0.o_proj"] = {"grad_output": NAN if each["step"] > 100 else entry(9.0)}
+        each["tensors"]["model.layers.0.o_proj"] = {
+            "grad_output": NAN if each["step"] > 100 else entry(9.0)
+        }
     return written(tmp_path, *steps)
 
 
@@ -105,8 +132,14 @@ def test_a_run_of_nan_is_bad_in_table_and_page(spoiled, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["monitor", str(spoiled)]) == 0
     out = capsys.readouterr().out
-    assert "step 300: 2 of 3 tensors hold an inf or a NaN" in out and max(map(len, out.splitlines())) <= 80
-    assert "inf or NaN in 2 of 3 samples, first at step 200 in model.layers.0.q_proj input" in " ".join(out.split())
+    assert (
+        "step 300: 2 of 3 tensors hold an inf or a NaN" in out
+        and max(map(len, out.splitlines())) <= 80
+    )
+    assert (
+        "inf or NaN in 2 of 3 samples, first at step 200 in model.layers.0.q_proj input"
+        in " ".join(out.split())
+    )
     assert ["model.layers.0.q_proj", "input", "e4m3", "NaN", "NaN", "0.0", "NaN", "NaN"] in map(
         str.split, out.splitlines()
     )
@@ -117,16 +150,27 @@ def test_a_run_of_nan_is_bad_in_table_and_page(spoiled, capsys, monkeypatch):
 
 
 def test_earlier_nans_make_a_run_bad(tmp_path):
-    found = findings(read_samples(written(tmp_path, record(10, weight=NAN), record(20, weight=entry()))))
-    assert found.mood == "bad" and "first at step 10 in model.layers.0.q_proj weight" in found.details[0]
+    found = findings(
+        read_samples(written(tmp_path, record(10, weight=NAN), record(20, weight=entry())))
+    )
+    assert (
+        found.mood == "bad"
+        and "first at step 10 in model.layers.0.q_proj weight" in found.details[0]
+    )
 
 
 def test_json_has_the_findings_the_samples_and_the_tensors(spoiled, tmp_path, capsys):
     assert main(["monitor", str(spoiled), "--json", "--out", str(tmp_path / "page.html")]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out, parse_constant=pytest.fail)
-    assert (found["mood"], found["not_finite"][0]["step"]) == ("bad", 200) and "page.html" in printed.err
-    assert found["not_finite"][0]["tensors"] == ["model.layers.0.q_proj input", "model.layers.0.o_proj grad_output"]
+    assert (found["mood"], found["not_finite"][0]["step"]) == (
+        "bad",
+        200,
+    ) and "page.html" in printed.err
+    assert found["not_finite"][0]["tensors"] == [
+        "model.layers.0.q_proj input",
+        "model.layers.0.o_proj grad_output",
+    ]
     assert [each["fp8/saturated"] for each in found["samples"]] == [0.0, None, None]
     assert {each["tensor"] for each in found["tensors"]} == {"input", "grad_output"}
     assert found["steps"] == [100, 200, 300]
@@ -142,8 +186,12 @@ def test_cut_lines_are_skipped_and_counted(tmp_path, capsys):
 
 
 def test_a_repeated_step_counts_once(tmp_path):
-    samples = read_samples(written(tmp_path, record(10), record(20, weight=entry(9.0)), record(20), record(30)))
-    assert samples.steps == [10, 20, 30] and {tensor.name for tensor in samples.tensors} == {"input"}
+    samples = read_samples(
+        written(tmp_path, record(10), record(20, weight=entry(9.0)), record(20), record(30))
+    )
+    assert samples.steps == [10, 20, 30] and {tensor.name for tensor in samples.tensors} == {
+        "input"
+    }
 
 
 @pytest.mark.parametrize(
@@ -163,9 +211,15 @@ def test_the_page_is_well_formed_and_has_the_charts(troubled, tmp_path, capsys):
     assert main(["monitor", str(troubled), "--out", str(page)]) == 0
     html = page.read_text()
     check_page(html)
-    for title in ("Where most is lost", "Over the run", "Where the values lie", "What the level stores"):
+    for title in (
+        "Where most is lost",
+        "Over the run",
+        "Where the values lie",
+        "What the level stores",
+    ):
         assert f"<h2>{title}</h2>" in html
-    assert html.count('class="curve"') == 6  # three tensors by their error, three kinds by the clipped share
+    # three tensors by their error, three kinds by the clipped share
+    assert html.count('class="curve"') == 6
     assert main(["monitor", str(troubled), "--out", str(tmp_path)]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
@@ -182,9 +236,22 @@ def test_typical_errors_match_normal_distribution():
 
 
 def test_the_summary_has_the_worst_casts():
-    samples = {**record(10, weight=entry(20.0, flushed=0.3), exp_avg=stored(0.9)), "share": 0.9, "guard_faults": 3}
-    samples["tensors"] |= {"model.layers.1.q_proj": {"input": entry(19.0)}, "head": {"input": entry()}, "7": {}}
-    worst = {"fp8/worst_sqnr": 19.0, "fp8/saturated": 0.0, "fp8/flushed": 0.3, "fp8/not_finite": 0.0}
+    samples = {
+        **record(10, weight=entry(20.0, flushed=0.3), exp_avg=stored(0.9)),
+        "share": 0.9,
+        "guard_faults": 3,
+    }
+    samples["tensors"] |= {
+        "model.layers.1.q_proj": {"input": entry(19.0)},
+        "head": {"input": entry()},
+        "7": {},
+    }
+    worst = {
+        "fp8/worst_sqnr": 19.0,
+        "fp8/saturated": 0.0,
+        "fp8/flushed": 0.3,
+        "fp8/not_finite": 0.0,
+    }
     groups = {"fp8/sqnr/model.layers.q_proj": 19.0, "fp8/sqnr/head": 31.6}
     assert summary(samples) == {"fp8/share": 0.9, "fp8/guard_faults": 3, **worst, **groups}
 

@@ -1,4 +1,5 @@
-"""Test `fp8-backends config --new` in a terminal, from the first question to a training, and through pipes."""
+"""Test `fp8-backends config --new` in a terminal, from the first question to a training, and
+through pipes."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def test_a_terminal_leads_from_the_first_question_to_a_training(folder):
     screen.answer("backend [msamp:O2]: ")
     assert screen.end() == 0, screen.text
     assert max(map(len, screen.text.splitlines())) <= COLUMNS
-    assert not main(["config", "fp8.yaml", "--check"]) and read("fp8.yaml").recipe.name == "msamp:O2"
+    assert (
+        not main(["config", "fp8.yaml", "--check"]) and read("fp8.yaml").recipe.name == "msamp:O2"
+    )
     (command,) = re.findall(r"^    (fp8-backends launch .*)$", screen.text, re.M)
     ended = warm_process.run("-m", "fp8_backends", *shlex.split(command)[1:])
     assert ended.returncode == 0, ended.stderr
@@ -74,7 +77,10 @@ def test_a_terminal_leads_from_the_first_question_to_a_training(folder):
 @pytest.mark.nightly
 def test_ctrl_c_and_ctrl_d_end_without_a_file(folder):
     # Python notices a signal between prompt and read at the next key only: here Enter
-    ends = (("\x03\n", 130, "interrupted"), ("\x04", 2, "the input ended before the answer for chip"))
+    ends = (
+        ("\x03\n", 130, "interrupted"),
+        ("\x04", 2, "the input ended before the answer for chip"),
+    )
     for keys, code, line in ends:
         screen = PseudoTerminal(WIZARD, folder)
         screen.answer("file [fp8.yaml]: ")
@@ -102,7 +108,11 @@ def test_pipes_answer_and_the_input_may_not_end_early(piped, folder):
 def test_no_file_is_overwritten_without_a_yes(piped, folder):
     (folder / "new.yaml").write_text("mine")
     code, printed, error = piped("no", "nowhere/else.yaml", "fp8.yaml")
-    assert code == 2 and "nowhere/else.yaml is a folder, or in none" in printed and "answer for chip" in error
+    assert (
+        code == 2
+        and "nowhere/else.yaml is a folder, or in none" in printed
+        and "answer for chip" in error
+    )
     assert (folder / "new.yaml").read_text() == "mine" and not (folder / "fp8.yaml").exists()
 
 
@@ -114,23 +124,35 @@ def test_other_options_beside_new_are_refused(capsys):
 
 @pytest.mark.slow
 def test_a_backend_unfit_for_the_chip_is_asked_again(piped):
-    code, printed, _ = piped("a100", SMALL, "64", "", "", "no", "", "te", "native:dynamc", "native:rowwise")
-    assert code == 0 and "TransformerEngine multiplies FP8 matrices from compute capability 8.9 on" in printed
+    code, printed, _ = piped(
+        "a100", SMALL, "64", "", "", "no", "", "te", "native:dynamc", "native:rowwise"
+    )
+    assert (
+        code == 0
+        and "TransformerEngine multiplies FP8 matrices from compute capability 8.9 on" in printed
+    )
     assert "did you mean" in printed and read("new.yaml").recipe.name == "native:rowwise"
 
 
 @functools.cache
-def estimated(shape: str, ranks: int, backends: tuple[str, ...], shardings: tuple[str, ...]) -> list[Estimate]:
+def estimated(
+    shape: str, ranks: int, backends: tuple[str, ...], shardings: tuple[str, ...]
+) -> list[Estimate]:
     """Estimate once for all chips, since bytes do not depend on them."""
-    return estimate(Workload(model=from_parameters(parse_count(SMALL)), devices=ranks), backends, shardings)
+    return estimate(
+        Workload(model=from_parameters(parse_count(SMALL)), devices=ranks), backends, shardings
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("chip", [*CHIPS, "cpu"])
 def test_every_chip_gives_a_file_without_errors(chip, piped, folder, subtests, monkeypatch):
-    """Try short and ample memory on one rank and under each engine; Enter takes the proposed backend."""
+    """Try short and ample memory on one rank and under each engine; Enter takes the proposed
+    backend."""
 
-    def remembered(workload: Workload, backends: list[str], shardings: list[str], _: object) -> list[Estimate]:
+    def remembered(
+        workload: Workload, backends: list[str], shardings: list[str], _: object
+    ) -> list[Estimate]:
         return estimated(workload.model.title, workload.devices, tuple(backends), tuple(shardings))
 
     monkeypatch.setattr(wizard, "estimate", remembered)
@@ -139,7 +161,17 @@ def test_every_chip_gives_a_file_without_errors(chip, piped, folder, subtests, m
         for engine in names:
             for is_short in ("no", "yes"):
                 with subtests.test(engine=engine, is_short=is_short):
-                    answers = [chip, SMALL, "8192", "1", ranks, *([engine] if engine else []), is_short, "", ""]
+                    answers = [
+                        chip,
+                        SMALL,
+                        "8192",
+                        "1",
+                        ranks,
+                        *([engine] if engine else []),
+                        is_short,
+                        "",
+                        "",
+                    ]
                     assert piped(*answers)[0] == 0
                     assert main(["config", "new.yaml", "--check", "--chip", chip]) == 0
                     config = read("new.yaml")

@@ -26,47 +26,77 @@ sys.path[:] = own_path
 
 
 def llama(layers=4, width=256, **more):
-    sizes = dict(hidden_size=width, intermediate_size=2 * width, num_attention_heads=4, vocab_size=512)
-    return ModelShape("small", LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=4096), **more)
+    sizes = dict(
+        hidden_size=width, intermediate_size=2 * width, num_attention_heads=4, vocab_size=512
+    )
+    return ModelShape(
+        "small",
+        LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=4096),
+        **more,
+    )
 
 
 @pytest.mark.slow
 def test_calibrating_steps_lie_within_the_spreads():
     rows = fit_step.Steps().errors()
     assert len(rows) == 18
-    assert max(abs(math.log(row[4] / row[3])) for row in rows) <= rates.constant("spread of seconds")
+    assert max(abs(math.log(row[4] / row[3])) for row in rows) <= rates.constant(
+        "spread of seconds"
+    )
     assert max(abs(math.log1p(row[5])) for row in rows) <= rates.constant("spread of ratios")
 
 
 @pytest.mark.nightly
 def test_published_runs_are_predicted_blindly():
-    """Median and worst error of speeds over bf16: at most 7 % and 15 %; each lies in its interval."""
+    """Median and worst error of speeds over bf16: at most 7 % and 15 %; each lies in its
+    interval."""
     rows = published.all_rows()
     recorded = json.loads((BENCHMARKS / "results" / "published.json").read_text())["results"]
-    assert [row["predicted"] for row in rows] == pytest.approx([row["predicted"] for row in recorded], rel=1e-6)
+    assert [row["predicted"] for row in rows] == pytest.approx(
+        [row["predicted"] for row in recorded], rel=1e-6
+    )
     errors = published.errors(rows)
     assert errors[len(errors) // 2] <= 0.07 and errors[-1] <= 0.15
     assert all(row["interval"][0] <= row["published"] <= row["interval"][1] for row in rows)
-    assert {row["source"].split(",")[0] for row in rows} == {"TorchAO", "torchtitan", "TransformerEngine", "AWS"}
+    assert {row["source"].split(",")[0] for row in rows} == {
+        "TorchAO",
+        "torchtitan",
+        "TransformerEngine",
+        "AWS",
+    }
 
 
 def test_parts_sum_to_the_step_and_follow_their_cause():
     shape = llama(width=1024)
 
     def found(backend="native:dynamic", sharding="none", **more):
-        (one,) = estimate(Workload(model=shape, batch=2, sequence=1024, chip="h200", **more), [backend], [sharding])
+        (one,) = estimate(
+            Workload(model=shape, batch=2, sequence=1024, chip="h200", **more),
+            [backend],
+            [sharding],
+        )
         return one
 
     eager, compiled, plain = found(), found(compiled=True), found("bf16", compiled=True)
     for each in (eager, compiled, plain):
-        assert each.time.seconds == sum(each.time.parts.values()) and set(each.time.parts) == set(PARTS)
+        assert each.time.seconds == sum(each.time.parts.values()) and set(each.time.parts) == set(
+            PARTS
+        )
         assert each.time.low < each.time.seconds < each.time.high
         assert each.tokens_per_second == pytest.approx(2 * 1024 / each.time.seconds)
-    assert eager.time.parts["host"] > 0 == compiled.time.parts["host"], "Python is slower than small layers"
-    assert compiled.time.parts["products"] < plain.time.parts["products"] and plain.speedup == (1, 1, 1)
+    assert eager.time.parts["host"] > 0 == compiled.time.parts["host"], (
+        "Python is slower than small layers"
+    )
+    assert compiled.time.parts["products"] < plain.time.parts["products"] and plain.speedup == (
+        1,
+        1,
+        1,
+    )
     assert compiled.speedup[0] < compiled.speedup[1] < compiled.speedup[2]
     again = found(compiled=True, checkpointing=True)
-    assert 1.2 < again.time.parts["products"] / compiled.time.parts["products"] < 1.4, "one forward more"
+    assert 1.2 < again.time.parts["products"] / compiled.time.parts["products"] < 1.4, (
+        "one forward more"
+    )
     wire = [found(sharding="ddp", devices=n, compiled=True).time.parts["wire"] for n in (1, 2, 8)]
     assert wire[0] == 0 < wire[1] < wire[2]
     (none,) = estimate(Workload(model=shape, sequence=64), ["bf16"])
@@ -74,9 +104,15 @@ def test_parts_sum_to_the_step_and_follow_their_cause():
 
 
 def test_other_chips_have_wider_intervals():
-    assert spread_of(rates.CHIPS["h100"]) > spread_of(rates.CHIPS["h200"]) == rates.constant("spread of seconds")
+    assert (
+        spread_of(rates.CHIPS["h100"])
+        > spread_of(rates.CHIPS["h200"])
+        == rates.constant("spread of seconds")
+    )
     for chip in rates.CHIPS.values():
-        fp8, bf16 = (rates.rate(kind, 2**15, 2**15, 2**15, chip) for kind in (rates.FAST, rates.BF16))
+        fp8, bf16 = (
+            rates.rate(kind, 2**15, 2**15, 2**15, chip) for kind in (rates.FAST, rates.BF16)
+        )
         assert 1.7 < fp8 / bf16 < 2.1 and bf16 < chip.bf16 and fp8 < chip.fp8
 
 
@@ -87,16 +123,24 @@ def test_emulated_products_have_no_time():
 
 
 def test_tensor_parallel_devices_split_blocks():
-    workload = Workload(model=llama(8), batch=2, sequence=256, devices=4, chip="h100", compiled=True)
+    workload = Workload(
+        model=llama(8), batch=2, sequence=256, devices=4, chip="h100", compiled=True
+    )
     whole, split, both = estimate(workload, ["bf16"], ["ddp", "tp:4", "fsdp2+tp:2"])
-    assert whole.weights / 4 < split.weights < 0.3 * whole.weights, "blocks are split, embedding and head are not"
+    assert whole.weights / 4 < split.weights < 0.3 * whole.weights, (
+        "blocks are split, embedding and head are not"
+    )
     assert 0.3 * whole.activations < split.activations < whole.activations
     assert split.time.parts["attention"] == pytest.approx(whole.time.parts["attention"] / 4)
-    assert split.time.parts["wire"] > 0 == split.sent, "sums over the devices wait; no gradient is sent"
+    assert split.time.parts["wire"] > 0 == split.sent, (
+        "sums over the devices wait; no gradient is sent"
+    )
     assert both.weights < whole.weights / 3 and both.sent > 0
     (hsdp,) = estimate(Workload(model=llama(), sequence=256, devices=16), ["bf16"], ["hsdp"])
     (fsdp2,) = estimate(Workload(model=llama(), sequence=256, devices=8), ["bf16"], ["fsdp2"])
-    assert hsdp.weights == fsdp2.weights and hsdp.sent > fsdp2.sent, "shards inside a machine, sums between machines"
+    assert hsdp.weights == fsdp2.weights and hsdp.sent > fsdp2.sent, (
+        "shards inside a machine, sums between machines"
+    )
     for wrong in ("tp:3", "zero1+tp:2", "tp:x"):
         with pytest.raises(FP8BackendError, match="tp"):
             estimate(workload, ["bf16"], [wrong])
@@ -125,7 +169,8 @@ def test_lora_peak_is_the_measured_one():
     assert found.peak == pytest.approx(measured, rel=0.03)
     assert found.gradients == pytest.approx(4 * sum(each.numel() for each in trained), rel=1e-6)
     (frozen,) = estimate(
-        Workload(model=shape, batch=batch, sequence=sequence), [{"backend": "native:dynamic", "fp8_params": True}]
+        Workload(model=shape, batch=batch, sequence=sequence),
+        [{"backend": "native:dynamic", "fp8_params": True}],
     )
     assert frozen.weights < found.weights
 
@@ -153,12 +198,28 @@ def test_changes_are_listed_with_their_bytes_where_nothing_fits():
 def test_screen_answers_three_questions_and_writes_a_page(tmp_path, capsys):
     llama().config.save_pretrained(tmp_path)
     page = tmp_path / "page.html"
-    options = ["--chip", "h100", "--batch", "2", "--sequence", "256", "--compile", "--page", str(page)]
+    options = [
+        "--chip",
+        "h100",
+        "--batch",
+        "2",
+        "--sequence",
+        "256",
+        "--compile",
+        "--page",
+        str(page),
+    ]
     assert main(["estimate", str(tmp_path), *options, "--backend", "bf16,native:dynamic"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    answers = {line.split()[0]: line for line in lines if line.split()[:1] in (["fits?"], ["speed?"], ["recipe"])}
+    answers = {
+        line.split()[0]: line
+        for line in lines
+        if line.split()[:1] in (["fits?"], ["speed?"], ["recipe"])
+    }
     assert set(answers) == {"fits?", "speed?", "recipe"} and "yes, 2 of 2" in answers["fits?"]
-    assert 'Accelerator(mixed_precision="bf16")' in answers["recipe"], "small layers are no faster in FP8"
+    assert 'Accelerator(mixed_precision="bf16")' in answers["recipe"], (
+        "small layers are no faster in FP8"
+    )
     assert "time of a step, compiled" in lines and max(map(len, lines)) <= 100
     assert "Time of a step" in page.read_text(encoding="utf-8")
     for wrong in (["--batch", "many"], ["--frozen-fp8"]):

@@ -30,7 +30,12 @@ def test_no_common_seed_has_no_gap_and_one_has_no_interval():
 
 @pytest.mark.parametrize(
     ("mean", "half_width", "verdict"),
-    [(0.002, 0.003, "within"), (0.002, 0.02, "not resolved"), (0.05, 0.01, "not within"), (-0.4, 0.1, "within")],
+    [
+        (0.002, 0.003, "within"),
+        (0.002, 0.02, "not resolved"),
+        (0.05, 0.01, "not within"),
+        (-0.4, 0.1, "within"),
+    ],
 )
 def test_verdict_compares_the_whole_interval(mean, half_width, verdict):
     assert Gap(mean, half_width, 5).verdict(0.01) == verdict
@@ -62,7 +67,9 @@ def test_quantiles_approach_the_normal_quantile():
 def test_a_constant_difference_is_exact_for_any_seeds(losses, difference):
     reference = dict(enumerate(losses))
     gap = paired_gap({seed: loss + difference for seed, loss in reference.items()}, reference)
-    assert gap.mean == pytest.approx(difference, abs=1e-9) and gap.half_width == pytest.approx(0, abs=1e-9)
+    assert gap.mean == pytest.approx(difference, abs=1e-9) and gap.half_width == pytest.approx(
+        0, abs=1e-9
+    )
 
 
 def test_spread_is_the_deviation_over_seeds_and_needs_two():
@@ -91,7 +98,9 @@ def set_gaps(results, *gaps):
     first = {name: found[name]["runs"][0] for name in ("bf16", "native:dynamic")}
     for name, run in first.items():
         added = gaps if name == "native:dynamic" else (0.0,) * len(gaps)
-        found[name]["runs"] = [{**run, "seed": seed, "held_out_loss": 2.0 + gap} for seed, gap in enumerate(added)]
+        found[name]["runs"] = [
+            {**run, "seed": seed, "held_out_loss": 2.0 + gap} for seed, gap in enumerate(added)
+        ]
     results["settings"]["seeds"] = len(gaps)
 
 
@@ -126,17 +135,22 @@ def test_all_checks_passed_is_good(results):
 def test_unresolved_check_is_named_with_required_seeds(results):
     set_gaps(results, 0.001)
     found = verdict(results)
-    assert (found.mood, found.headline) == ("open", "All 7 checks that could be judged passed; 1 is not resolved.")
+    assert (found.mood, found.headline) == (
+        "open",
+        "All 7 checks that could be judged passed; 1 is not resolved.",
+    )
     assert found.details == [
         f"Not resolved: {HELD_OUT} (native:dynamic).",
         "More seeds or steps would resolve the held-out loss: --seeds 5.",
     ]
-    # deviation 0.00635, mean 0.00533 below the bound: t(6) 0.00635 / √7 = 0.00587, t(7) 0.00635 / √8 = 0.00531
+    # deviation 0.00635, mean 0.00533 below the bound: t(6) 0.00635 / √7 = 0.00587, t(7) 0.00635 /
+    # √8 = 0.00531
     set_gaps(results, 0.001, 0.012, 0.001)
     results["settings"]["minutes"] = 5.0
     assert verdict(results).details[-1].endswith("--seeds 8 with more --minutes.")
     set_gaps(results, 0.009, 0.0109)
-    assert verdict(results).details[-1].endswith("--seeds 30 with more --minutes.")  # too near to the bound
+    # too near to the bound
+    assert verdict(results).details[-1].endswith("--seeds 30 with more --minutes.")
 
 
 def test_failed_checks_are_counted_and_named(results):
@@ -152,7 +166,9 @@ def test_failed_checks_are_counted_and_named(results):
 
 def test_gradients_lost_in_rounding_are_not_resolved(results):
     inspection = results["backends"]["native:dynamic"]["inspection"]
-    inspection["reference_gradient_cosines"] = dict.fromkeys(inspection["first_gradient_cosines"], 0.998)
+    inspection["reference_gradient_cosines"] = dict.fromkeys(
+        inspection["first_gradient_cosines"], 0.998
+    )
     check = outcome(results, GRADIENTS)
     assert check.passed is None and "model.layers.*.self_attn.q_proj.weight (x2)" in check.detail
 
@@ -163,14 +179,18 @@ def test_non_finite_gradient_fails(results):
     assert outcome(results, GRADIENTS).passed is False
 
 
-@pytest.mark.parametrize(("note", "reason"), [("interrupted by SIGINT", ": interrupted by SIGINT"), ("", "")])
+@pytest.mark.parametrize(
+    ("note", "reason"), [("interrupted by SIGINT", ": interrupted by SIGINT"), ("", "")]
+)
 def test_a_terminated_run_is_open_with_its_reason_and_progress(results, note, reason):
     set_gaps(results, 0.001, 0.002, 0.001)
     results |= {"status": "terminated", "note": note}
     del results["backends"]["native:dynamic"]["runs"][1:]
     results["backends"]["native:dynamic"]["inspection"] = None
     found = verdict(results)
-    assert found.mood == "open" and found.headline.startswith(f"Terminated early{reason}. So far all 5 checks ")
+    assert found.mood == "open" and found.headline.startswith(
+        f"Terminated early{reason}. So far all 5 checks "
+    )
     assert found.details[0] == "Finished, of 3 seeds each: bf16 3, native:dynamic 1."
     for backend in results["backends"].values():
         backend |= {"runs": [], "inspection": None}
@@ -186,10 +206,19 @@ def test_one_check_is_singular(results):
 
 def test_only_a_ratio_of_one_is_no_change():
     ratios = (1.0, 1.0003, 0.9997, 1.094, 0.41)
-    assert [change(ratio) for ratio in ratios] == ["±0 %", "+<0.1 %", "-<0.1 %", "+9.4 %", "-59.0 %"]
+    assert [change(ratio) for ratio in ratios] == [
+        "±0 %",
+        "+<0.1 %",
+        "-<0.1 %",
+        "+9.4 %",
+        "-59.0 %",
+    ]
 
 
 def test_minus_signs_precede_only_numbers():
     text = "held-out -0.0003 (-5.9 %), -<0.1 %, --seeds 5, bf16-exact, 2-rank"
-    assert with_minus_signs(text) == "held-out −0.0003 (−5.9 %), −<0.1 %, --seeds 5, bf16-exact, 2-rank"
+    assert (
+        with_minus_signs(text)
+        == "held-out −0.0003 (−5.9 %), −<0.1 %, --seeds 5, bf16-exact, 2-rank"
+    )
     assert duration(40) == "40 s"

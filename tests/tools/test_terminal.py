@@ -13,7 +13,11 @@ def no_width_is_set(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
-ROWS = [["backend", "loss", "peak memory"], ["bf16", "2.75", "35.9 MB"], ["native:dynamic", "12.75", "9.1 MB"]]
+ROWS = [
+    ["backend", "loss", "peak memory"],
+    ["bf16", "2.75", "35.9 MB"],
+    ["native:dynamic", "12.75", "9.1 MB"],
+]
 
 
 def test_numbers_are_right_aligned():
@@ -26,18 +30,28 @@ def test_numbers_are_right_aligned():
 
 @pytest.mark.parametrize("columns", [2, 6, 12, 30])
 def test_a_wide_table_has_parts_with_row_names(columns):
-    rows = [["backend", *(f"heading number {n:02}" for n in range(columns))], ["bf16", *map(str, range(columns))]]
+    rows = [
+        ["backend", *(f"heading number {n:02}" for n in range(columns))],
+        ["bf16", *map(str, range(columns))],
+    ]
     parts = table(rows).split("\n\n")
     assert all(part.splitlines()[0].startswith("backend ") for part in parts)
     assert max(map(len, table(rows).splitlines())) <= 100 and len(parts) == -(-columns // 4)
-    assert [word for part in parts for word in part.splitlines()[1].split()[1:]] == [*map(str, range(columns))]
+    assert [word for part in parts for word in part.splitlines()[1].split()[1:]] == [
+        *map(str, range(columns))
+    ]
 
 
 @pytest.mark.parametrize("columns", [60, 80])
 def test_a_narrow_terminal_cuts_nothing(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    rows = [["backend", *(f"heading {n:02}" for n in range(12))], ["bf16", *(f"value {n:02}" for n in range(12))]]
-    text = "\n\n".join([table(rows), table(rows, justify="left"), paragraphs([("note", "some words " * 30)])])
+    rows = [
+        ["backend", *(f"heading {n:02}" for n in range(12))],
+        ["bf16", *(f"value {n:02}" for n in range(12))],
+    ]
+    text = "\n\n".join(
+        [table(rows), table(rows, justify="left"), paragraphs([("note", "some words " * 30)])]
+    )
     assert max(map(len, text.splitlines())) <= columns
     assert all(text.count(cell) == 2 for row in rows for cell in row[1:])
     assert len(re.findall(r"some\s+words", text)) == 30

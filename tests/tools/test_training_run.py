@@ -37,17 +37,27 @@ def comparison(tmp_path_factory):
 def test_every_backend_passes_every_check_except_gap(comparison):
     for backend in BACKENDS:
         passed = checks_by_name(comparison, backend)
-        assert {name for name in passed if passed[name]} >= {MOVED, PRODUCTS, GRADIENTS, FINITE, SAME_START}
+        assert {name for name in passed if passed[name]} >= {
+            MOVED,
+            PRODUCTS,
+            GRADIENTS,
+            FINITE,
+            SAME_START,
+        }
 
 
 def test_baselines_have_no_fp8_check(comparison):
-    assert PRODUCTS not in checks_by_name(comparison, "fp32") and checks_by_name(comparison, "fp32")[GRADIENTS]
+    assert (
+        PRODUCTS not in checks_by_name(comparison, "fp32")
+        and checks_by_name(comparison, "fp32")[GRADIENTS]
+    )
     assert set(checks_by_name(comparison, "bf16")) == {MOVED, FINITE}
 
 
 def test_pairs_share_weights_and_data_and_seeds_do_not(comparison):
     starts = {
-        b: [run["start_checksum"] for run in found["runs"]] for b, found in comparison.results["backends"].items()
+        b: [run["start_checksum"] for run in found["runs"]]
+        for b, found in comparison.results["backends"].items()
     }
     assert len({tuple(checksums) for checksums in starts.values()}) == 1
     assert len(set(starts["bf16"])) == 2
@@ -65,15 +75,21 @@ def test_training_lowers_the_loss_in_every_backend(tmp_path):
 def test_peak_memory_falls_with_inputs_saved_in_fp8(tmp_path):
     # 16 x 64 tokens: activations outweigh the tiny model's weights
     comparison = compared(tmp_path, "native:dynamic", seeds=1, steps=1, batch=16, sequence=64)
-    peaks = {b: found["inspection"]["peak_memory_bytes"] for b, found in comparison.results["backends"].items()}
+    peaks = {
+        b: found["inspection"]["peak_memory_bytes"]
+        for b, found in comparison.results["backends"].items()
+    }
     resting = comparison.results["backends"]["bf16"]["inspection"]["parameters"] * 12
     assert resting < peaks["native:dynamic"] < peaks["bf16"]
 
 
 def test_bytes_per_parameter_include_copies(comparison):
-    rows = {row["backend"]: row["bytes_per_parameter"] for row in comparison.results["summary"]["rows"]}
+    rows = {
+        row["backend"]: row["bytes_per_parameter"] for row in comparison.results["summary"]["rows"]
+    }
     assert rows["fp32"] == pytest.approx(16)
-    # bf16 copies are 2 bytes a Linear element, E4M3 copies 1; rows differ by this much of the converted share
+    # bf16 copies are 2 bytes a Linear element, E4M3 copies 1; rows differ by this much of the
+    # converted share
     assert rows["msamp:O2"] < rows["msamp:O3"] < rows["ao:tensorwise"]
     assert 16 < rows["ao:tensorwise"] < rows["native:dynamic"] < rows["bf16"] < 18
 
@@ -85,7 +101,9 @@ def test_a_frozen_layer_fails(tmp_path, backend):
     passed = checks_by_name(comparison, backend)
     assert not passed[MOVED] and passed[GRADIENTS] and comparison.failed
     assert checks_by_name(comparison, "bf16")[MOVED]
-    assert comparison.results["backends"][backend]["runs"][0]["unmoved"] == ["model.layers.0.self_attn.q_proj.weight"]
+    assert comparison.results["backends"][backend]["runs"][0]["unmoved"] == [
+        "model.layers.0.self_attn.q_proj.weight"
+    ]
 
 
 @pytest.mark.parametrize("backend", ["native:dynamic", nightly("ao:tensorwise")])
@@ -94,7 +112,9 @@ def test_a_flipped_weight_gradient_fails(tmp_path, backend):
     passed = checks_by_name(comparison, backend)
     assert not passed[GRADIENTS] and passed[MOVED] and comparison.failed
     cosines = comparison.results["backends"][backend]["inspection"]["first_gradient_cosines"]
-    assert [name for name, cosine in cosines.items() if cosine < 0] == ["model.layers.0.self_attn.q_proj.weight"]
+    assert [name for name, cosine in cosines.items() if cosine < 0] == [
+        "model.layers.0.self_attn.q_proj.weight"
+    ]
 
 
 def test_fp16_scales_its_loss_on_a_cpu(tmp_path):
@@ -116,7 +136,9 @@ def test_the_learning_rate_warms_up_and_ends_at_zero(tmp_path):
     (factor,) = run.scheduler.scheduler.lr_lambdas
     factors = [factor(step) for step in range(20)]
     assert factors[0] == 0.0 and factors[10] == 1.0 and factors[19] == pytest.approx(0.0, abs=1e-9)
-    assert factors[:11] == sorted(factors[:11]) and factors[10:] == sorted(factors[10:], reverse=True)
+    assert factors[:11] == sorted(factors[:11]) and factors[10:] == sorted(
+        factors[10:], reverse=True
+    )
 
 
 def asked(*options):
@@ -134,12 +156,16 @@ def test_the_default_reference_depends_on_bf16_products(monkeypatch):
 
 
 def test_saved_activations_apply_to_every_run(tmp_path):
-    settings = tiny_settings(tmp_path, features=asked("--saved-activations", "fp8").features, batch=8)
+    settings = tiny_settings(
+        tmp_path, features=asked("--saved-activations", "fp8").features, batch=8
+    )
     run = Run(settings, load_text(settings.text), "native:dynamic", seed=0)
     run.backward(0)
     assert fp8_backends.audit(run.model).saved_activations["tensors"] > 0
     assert asked().features == {}
-    with pytest.raises(RecipeError, match="saved_activations='fp9': .* must be one of off, fp8, fp8.attention"):
+    with pytest.raises(
+        RecipeError, match="saved_activations='fp9': .* must be one of off, fp8, fp8.attention"
+    ):
         asked("--saved-activations", "fp9")
 
 
@@ -154,7 +180,9 @@ def test_the_reference_is_the_precision_around_fp8(tmp_path):
         run = Run(settings, load_text(settings.text), "native:dynamic", seed=0)
         assert run.accelerator.fp8_recipe.autocast_dtype == reference
         logits = {}
-        run.bare.lm_head.register_forward_hook(lambda module, args, out, logits=logits: logits.update(dtype=out.dtype))
+        run.bare.lm_head.register_forward_hook(
+            lambda module, args, out, logits=logits: logits.update(dtype=out.dtype)
+        )
         run.backward(0)
         assert logits["dtype"] == {"bf16": torch.bfloat16, "fp32": torch.float32}[reference]
 
@@ -174,12 +202,22 @@ def test_every_text_names_fp32(fp32_comparison, capsys):
     conclude(fp32_comparison)
     printed, page = capsys.readouterr().out, (fp32_comparison.output / "report.html").read_text()
     for text in (printed, page):
-        ours = re.sub(r"bf16-exact|cpu bf16 products", "", text)  # the products' name, the machine's instructions
+        # the products' name, the machine's instructions
+        ours = re.sub(r"bf16-exact|cpu bf16 products", "", text)
         assert "bf16" not in ours
-        for expected in ("gap to fp32", "own spread from seed to seed", "the reference: no autocast", "% vs fp32"):
+        for expected in (
+            "gap to fp32",
+            "own spread from seed to seed",
+            "the reference: no autocast",
+            "% vs fp32",
+        ):
             assert expected in ours
     assert "nats above fp32" in page and "fp32 around FP8" in page and "against fp32" in printed
-    assert fp32_comparison.results["around_fp8"] == fp32_comparison.results["settings"]["reference"] == "fp32"
+    assert (
+        fp32_comparison.results["around_fp8"]
+        == fp32_comparison.results["settings"]["reference"]
+        == "fp32"
+    )
     assert isinstance(fp32_comparison.results["machine"]["cpu_bf16_products"], bool)
 
 
@@ -188,7 +226,10 @@ def test_checks_and_gaps_refer_to_fp32(fp32_comparison):
     assert passed["same initial weights and data order as fp32"]
     assert passed["gradients at the initial weights point where fp32's do"]
     assert "held-out loss at most 0.01 nats above fp32's" in passed
-    assert set(checks_by_name(fp32_comparison, "fp32")) == {"every trainable parameter moved", "every loss is finite"}
+    assert set(checks_by_name(fp32_comparison, "fp32")) == {
+        "every trainable parameter moved",
+        "every loss is finite",
+    }
     assert summary.gap_to_reference(fp32_comparison.results, "native:dynamic").pairs == 2
 
 
@@ -211,7 +252,8 @@ def test_peak_memory_counts_optimizer_states():
     model.weight.grad = torch.ones_like(model.weight)
     before = peak_memory(lambda: None, model, optimizer)
     optimizer.step()
-    assert peak_memory(lambda: None, model, optimizer) == before + 2 * 16384 + 4  # Adam's step counter
+    # Adam's step counter
+    assert peak_memory(lambda: None, model, optimizer) == before + 2 * 16384 + 4
 
 
 def test_autocast_copies_exclude_activations_of_the_same_shape():
@@ -233,7 +275,10 @@ def test_without_autocast_there_are_no_copies():
 
 
 def gloo(collective: str, elements: int, kind: str = "float") -> dict:
-    return {"name": f"gloo:{collective}", "args": {"Input Dims": [[elements]], "Input type": [kind]}}
+    return {
+        "name": f"gloo:{collective}",
+        "args": {"Input Dims": [[elements]], "Input type": [kind]},
+    }
 
 
 def recorded(collective: str, elements: int, kind: str) -> dict:
@@ -243,7 +288,13 @@ def recorded(collective: str, elements: int, kind: str) -> dict:
 
 @pytest.mark.parametrize(
     ("collective", "share"),
-    [("all_reduce", 1.5), ("all_gather", 3), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("broadcast", 0.75)],
+    [
+        ("all_reduce", 1.5),
+        ("all_gather", 3),
+        ("reduce_scatter", 0.75),
+        ("all_to_all", 0.75),
+        ("broadcast", 0.75),
+    ],
 )
 def test_a_rank_of_four_sends_its_share_of_each_collective(collective, share):
     assert bytes_of([gloo(collective, 100)], 4) == 400 * share

@@ -95,7 +95,8 @@ MODELS = {
         "model.decoder.layers.*.self_attn.k_proj.bias (x2)",
     ),
 }
-"""Configurations, and their parameters with theoretically zero gradients: softmax ignores a shift of all keys."""
+"""Configurations, and their parameters with theoretically zero gradients: softmax ignores a shift
+of all keys."""
 
 
 @pytest.fixture
@@ -116,9 +117,13 @@ def test_analytically_zero_gradient_is_named_and_not_judged(tmp_path, name, refe
     config.save_pretrained(tmp_path / "model")
     model = {"model": str(tmp_path / "model"), "reference": reference, "steps": 2, "seeds": 1}
     comparison = compared(tmp_path, "native:dynamic", **model)
-    check = next(check for check in checks(comparison.results)["native:dynamic"] if "gradients" in check.name)
+    check = next(
+        check for check in checks(comparison.results)["native:dynamic"] if "gradients" in check.name
+    )
     assert check.passed and check.detail.endswith(f"turns it: {blind}") and not comparison.failed
-    cosines = comparison.results["backends"]["native:dynamic"]["inspection"]["first_gradient_cosines"]
+    cosines = comparison.results["backends"]["native:dynamic"]["inspection"][
+        "first_gradient_cosines"
+    ]
     assert min(cosines.values()) < 0.9  # it would have failed
     assert comparison.results["task"] == {"bert": MASKED, "opt": CAUSAL}[name]
 
@@ -131,7 +136,9 @@ def test_flipped_gradient_fails_despite_an_unjudged_one(tmp_path, name):
     comparison = planted("flipped-wgrad", tmp_path, "native:dynamic", **model)
     assert checks_by_name(comparison, "native:dynamic")[GRADIENTS] is False and comparison.failed
     verdict = json.loads((comparison.output / "results.json").read_text())["summary"]["verdict"]
-    assert verdict["mood"] == "bad" and verdict["details"][0].startswith(f"Failed: native:dynamic: {GRADIENTS}")
+    assert verdict["mood"] == "bad" and verdict["details"][0].startswith(
+        f"Failed: native:dynamic: {GRADIENTS}"
+    )
     assert blind in verdict["details"][0]
 
 
@@ -139,7 +146,12 @@ def test_flipped_gradient_fails_despite_an_unjudged_one(tmp_path, name):
     ("config", "expected"),
     [
         (LlamaConfig(**SIZES, intermediate_size=64), CAUSAL),
-        (LlamaConfig(**SIZES, intermediate_size=64, architectures=["LlamaForSequenceClassification"]), CAUSAL),
+        (
+            LlamaConfig(
+                **SIZES, intermediate_size=64, architectures=["LlamaForSequenceClassification"]
+            ),
+            CAUSAL,
+        ),
         (BertConfig(**BERT), MASKED),
         (BertConfig(**BERT, is_decoder=True), CAUSAL),
         (BertConfig(**BERT, architectures=["BertLMHeadModel"]), CAUSAL),
@@ -166,9 +178,26 @@ def test_a_model_without_a_task_is_refused(settings, tmp_path, capsys, config):
     found = settings(config, sequence=8)
     with pytest.raises(FP8BackendError, match="neither a causal nor a masked language model"):
         task(found)
-    assert main(["compare", "--model", found.model, "--sequence", "8", "--output", str(tmp_path / "out")]) == 2
+    assert (
+        main(
+            [
+                "compare",
+                "--model",
+                found.model,
+                "--sequence",
+                "8",
+                "--output",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
-    assert f"type {config.model_type}" in error and "Traceback" not in error and not (tmp_path / "out").exists()
+    assert (
+        f"type {config.model_type}" in error
+        and "Traceback" not in error
+        and not (tmp_path / "out").exists()
+    )
 
 
 def test_too_few_positions_are_an_error_before_anything_starts(settings):
@@ -185,7 +214,9 @@ def test_masks_hide_equal_token_counts_and_depend_on_seed():
     assert torch.equal(values["input_ids"][~hidden], tokens[~hidden])
     assert torch.equal(inputs(tokens, MASKED, 256, seed=3)["labels"], values["labels"])
     assert not torch.equal(inputs(tokens, MASKED, 256, seed=4)["labels"], values["labels"])
-    assert (inputs(tokens[:, :2], MASKED, 256, seed=0)["labels"] >= 0).sum(dim=1).tolist() == [1] * 4
+    assert (inputs(tokens[:, :2], MASKED, 256, seed=0)["labels"] >= 0).sum(dim=1).tolist() == [
+        1
+    ] * 4
 
 
 def test_dropout_is_off(settings):

@@ -1,4 +1,5 @@
-"""Kernels that Inductor compiles with FP8 results have no `min.NaN` and `max.NaN`. The texts are of torch 2.14."""
+"""Kernels that Inductor compiles with FP8 results have no `min.NaN` and `max.NaN`. The texts are of
+torch 2.14."""
 
 from __future__ import annotations
 
@@ -50,18 +51,25 @@ def test_other_kernels_stay_as_they_are():
 
 
 @pytest.mark.parametrize(
-    "line", ["triton_helpers.online_softmax_combine(a, b, True)", "tl.maximum(f(a), b, tl.PropagateNan.ALL)"]
+    "line",
+    [
+        "triton_helpers.online_softmax_combine(a, b, True)",
+        "tl.maximum(f(a), b, tl.PropagateNan.ALL)",
+    ],
 )
 def test_unknown_maximum_beside_fp8_is_refused(line):
     source = KERNEL.format(out="*fp8e5").replace("tl.maximum(tmp6, tmp5)", line)
-    with pytest.raises(FP8BackendError, match="triton#11111.*online_softmax = False, train without torch.compile"):
+    with pytest.raises(
+        FP8BackendError, match="triton#11111.*online_softmax = False, train without torch.compile"
+    ):
         inductor.without_nan_instructions(source)
 
 
 def test_guard_wraps_once_and_refuses_another_signature(monkeypatch):
     from torch._inductor.codegen.triton import TritonScheduling as scheduling
 
-    monkeypatch.setattr(scheduling, "define_kernel", scheduling.define_kernel)  # restored at the end
+    # restored at the end
+    monkeypatch.setattr(scheduling, "define_kernel", scheduling.define_kernel)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     before = scheduling.define_kernel
     inductor.guard_byte_stores()
@@ -76,7 +84,13 @@ def test_guard_wraps_once_and_refuses_another_signature(monkeypatch):
         inductor.guard_byte_stores()
         assert scheduling.define_kernel.__wrapped__ is define_kernel
     source = KERNEL.format(out="*fp8e5")
-    assert scheduling.define_kernel(None, source, [], None) == inductor.without_nan_instructions(source) != source
+    assert (
+        scheduling.define_kernel(None, source, [], None)
+        == inductor.without_nan_instructions(source)
+        != source
+    )
     scheduling.define_kernel = lambda self, node_schedule, kernel: None
-    with pytest.raises(FP8BackendError, match="another TritonScheduling.define_kernel.*install torch 2.13"):
+    with pytest.raises(
+        FP8BackendError, match="another TritonScheduling.define_kernel.*install torch 2.13"
+    ):
         inductor.guard_byte_stores()

@@ -8,7 +8,8 @@ __all__ = ["fresh_accelerate", "launched"]
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The environment of `accelerate launch --mixed_precision fp8 --fp8_backend native`; another by calling it."""
+    """The environment of `accelerate launch --mixed_precision fp8 --fp8_backend native`; another by
+    calling it."""
 
     def launch(backend: str = "native", **fields: str) -> None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")

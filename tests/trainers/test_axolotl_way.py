@@ -1,4 +1,5 @@
-"""Follow Axolotl's way to FP8: compile Trainer's function again from a text with more arguments for Accelerator."""
+"""Follow Axolotl's way to FP8: compile Trainer's function again from a text with more arguments for
+Accelerator."""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ BUILDS = "self.accelerator = Accelerator(**args)"
 
 @pytest.fixture
 def compiled_anew(monkeypatch):
-    """Insert `args.update(self.more_arguments(args))` before Trainer's line with the Accelerator. As in Axolotl, the
-    function lives in a module of another name."""
+    """Insert `args.update(self.more_arguments(args))` before Trainer's line with the Accelerator.
+    As in Axolotl, the function lives in a module of another name."""
     text = textwrap.dedent(inspect.getsource(Trainer.create_accelerator_and_postprocess))
     assert text.count(BUILDS) == 1
     text = text.replace(BUILDS, f"args.update(self.more_arguments(args)); {BUILDS}")
     names = {**vars(transformers.trainer), "__name__": "somebody.elses.module"}
     exec(compile(text, "<patched>", "exec"), names)
-    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", names["create_accelerator_and_postprocess"])
+    monkeypatch.setattr(
+        Trainer, "create_accelerator_and_postprocess", names["create_accelerator_and_postprocess"]
+    )
 
 
 class Asks(Trainer):
@@ -45,7 +48,9 @@ class Asks(Trainer):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("replaces", [True, False])
-def test_every_weight_trains_in_fp8_over_bf16(recipe, replaces, compiled_anew, monkeypatch, tmp_path):
+def test_every_weight_trains_in_fp8_over_bf16(
+    recipe, replaces, compiled_anew, monkeypatch, tmp_path
+):
     monkeypatch.setattr(Asks, "config", Float8LinearConfig.from_recipe_name(recipe))
     monkeypatch.setattr(Asks, "replaces", replaces)
     trainer = trainer_for(tmp_path, trainer_class=Asks, bf16=True, ddp_find_unused_parameters=False)
@@ -57,14 +62,18 @@ def test_every_weight_trains_in_fp8_over_bf16(recipe, replaces, compiled_anew, m
     assert losses_of(trainer)[-1] < 0.9 * losses_of(trainer)[0]
     assert kept_frozen(trainer.model, before)
     products = fp8_backends.audit(trainer.model).products
-    assert len(products) == LAYERS and all(min(c["fprop"], c["dgrad"], c["wgrad"]) > 0 for c in products.values())
+    assert len(products) == LAYERS and all(
+        min(c["fprop"], c["dgrad"], c["wgrad"]) > 0 for c in products.values()
+    )
 
 
 def test_unread_config_field_changes_nothing(compiled_anew, monkeypatch, tmp_path):
     """Axolotl sets `force_recompute_fp8_weight_in_bwd`, unread by recent torchao."""
     losses = []
     for value in (False, True):
-        monkeypatch.setattr(Asks, "config", Float8LinearConfig(force_recompute_fp8_weight_in_bwd=value))
+        monkeypatch.setattr(
+            Asks, "config", Float8LinearConfig(force_recompute_fp8_weight_in_bwd=value)
+        )
         trainer = trainer_for(tmp_path, trainer_class=Asks, bf16=True, max_steps=2)
         trainer.train()
         losses.append(losses_of(trainer))
@@ -81,6 +90,8 @@ def test_fp8_all_gather_without_fsdp2_is_refused(compiled_anew, monkeypatch, tmp
 
 def test_routers_stay_in_high_precision_without_a_patch():
     """Axolotl wraps the conversion for this purpose."""
-    model = torch.nn.ModuleDict({"gate": torch.nn.Linear(32, 32), "gate_proj": torch.nn.Linear(32, 32)})
+    model = torch.nn.ModuleDict(
+        {"gate": torch.nn.Linear(32, 32), "gate_proj": torch.nn.Linear(32, 32)}
+    )
     fp8_backends.prepare(model, None, "ao")
     assert list(fp8_backends.audit(model).products) == ["gate_proj"]

@@ -1,4 +1,5 @@
-"""`fused_head` under Trainer: its loss, its accumulation over microbatches, its label smoothing, its evaluation."""
+"""`fused_head` under Trainer: its loss, its accumulation over microbatches, its label smoothing,
+its evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ OPTIONS = {
     "accumulation": ({"gradient_accumulation_steps": 2}, True),
     "label smoothing": ({"label_smoothing_factor": 0.1}, False),
 }
-"""Options of Trainer, and True if its loss needs no logits: its label smoother takes their logarithms itself."""
+"""Options of Trainer, and True if its loss needs no logits: its label smoother takes their
+logarithms itself."""
 
 
 @pytest.mark.slow
@@ -22,7 +24,9 @@ def test_losses_match_ordinary_head(name, launched, tmp_path, monkeypatch):
     options, is_fused = OPTIONS[name]
     read = []
     values = DeferredLogits.values
-    monkeypatch.setattr(DeferredLogits, "values", lambda logits: read.append(logits.shape) or values(logits))
+    monkeypatch.setattr(
+        DeferredLogits, "values", lambda logits: read.append(logits.shape) or values(logits)
+    )
     losses = {}
     for fused in ("true", "false"):
         launched("native", fused_head=fused, include="+lm_head")

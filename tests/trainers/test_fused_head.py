@@ -1,7 +1,8 @@
-"""Imitate Liger's kernels: norms and activations swapped on the instance, and a loss that reads the head's weight.
+"""Imitate Liger's kernels: norms and activations swapped on the instance, and a loss that reads the
+head's weight.
 
-Liger needs Triton. Here PyTorch makes the same changes: the model's forward is replaced on the instance, and the fused
-loss multiplies by `lm_head.weight`, past the module.
+Liger needs Triton. Here PyTorch makes the same changes: the model's forward is replaced on the
+instance, and the fused loss multiplies by `lm_head.weight`, past the module.
 """
 
 from __future__ import annotations

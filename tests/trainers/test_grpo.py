@@ -32,9 +32,16 @@ def reward(completion_ids, **kwargs):
 
 def grpo(folder, rollout_func=None, bound=None, **given):
     prompts = Dataset.from_dict({"prompt": [words(start, 4) for start in range(16)]})
-    common = {"max_steps": 2, "num_generations": 4, "max_completion_length": ANSWER, "gradient_checkpointing": False}
+    common = {
+        "max_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": ANSWER,
+        "gradient_checkpointing": False,
+    }
     args = arguments(folder, GRPOConfig, **common | given)
-    trainer = GRPOTrainer(llama(), reward, args, prompts, processing_class=tokenizer(), rollout_func=rollout_func)
+    trainer = GRPOTrainer(
+        llama(), reward, args, prompts, processing_class=tokenizer(), rollout_func=rollout_func
+    )
     callback = PolicyGapCallback(trainer, bound)
     trainer.add_callback(callback)
     return trainer, callback
@@ -54,15 +61,25 @@ def engine_rollouts(shift: float = 0.0, recipe=None, synchronize=None):
         answers = torch.randint(4, 60, (len(ids), ANSWER))
         whole = torch.cat([ids, answers], dim=1)
         with torch.no_grad(), trainer.accelerator.autocast():
-            logits = engines[0](input_ids=whole, attention_mask=torch.ones_like(whole)).logits[:, -ANSWER - 1 : -1]
-        logprobs = logits.float().log_softmax(-1).gather(-1, answers.unsqueeze(-1)).squeeze(-1) + shift
-        return {"prompt_ids": ids.tolist(), "completion_ids": answers.tolist(), "logprobs": logprobs.tolist()}
+            logits = engines[0](input_ids=whole, attention_mask=torch.ones_like(whole)).logits[
+                :, -ANSWER - 1 : -1
+            ]
+        logprobs = (
+            logits.float().log_softmax(-1).gather(-1, answers.unsqueeze(-1)).squeeze(-1) + shift
+        )
+        return {
+            "prompt_ids": ids.tolist(),
+            "completion_ids": answers.tolist(),
+            "logprobs": logprobs.tolist(),
+        }
 
     return rollout
 
 
 def plain_values(model, engine):
-    engine.load_state_dict(copy.deepcopy({name: value.detach() for name, value in model.state_dict().items()}))
+    engine.load_state_dict(
+        copy.deepcopy({name: value.detach() for name, value in model.state_dict().items()})
+    )
 
 
 def codes(model, engine):
@@ -93,10 +110,15 @@ def test_policy_gap_of_equal_products_is_rounding(
     trainer, callback = grpo(tmp_path, engine_rollouts(recipe=recipe, synchronize=synchronize))
     trainer.train()
     assert len(callback.gaps) == 2 and all(gap.tokens == 8 * ANSWER for gap in callback.gaps)
-    logged = [entry["policy_gap/mean"] for entry in trainer.state.log_history if "policy_gap/mean" in entry]
+    logged = [
+        entry["policy_gap/mean"]
+        for entry in trainer.state.log_history
+        if "policy_gap/mean" in entry
+    ]
     assert logged == [gap.mean for gap in callback.gaps]
     for gap in callback.gaps:
-        assert gap.largest < 2e-6 if is_equal else 1e-4 < gap.mean < 0.1, gap  # of logprobs near 4, in FP32
+        # of logprobs near 4, in FP32
+        assert gap.largest < 2e-6 if is_equal else 1e-4 < gap.mean < 0.1, gap
         assert 1 <= gap.mult_prob_error and 0.99 < gap.effective_share <= 1 + 1e-9
 
 
@@ -116,11 +138,17 @@ def test_guard_acts_on_gap_above_bound(launched, tmp_path):
 
 def test_guard_stops_and_keeps_silent_below_bound(launched, tmp_path):
     launched("native:rowwise", guard="stop")
-    trainer, _ = grpo(tmp_path / "fine", engine_rollouts(0.02, "native:rowwise", plain_values), bound=1.05)
+    trainer, _ = grpo(
+        tmp_path / "fine", engine_rollouts(0.02, "native:rowwise", plain_values), bound=1.05
+    )
     trainer.train()
     assert not faults(trainer.optimizer)
-    trainer, _ = grpo(tmp_path / "far", engine_rollouts(0.2, "native:rowwise", plain_values), bound=1.05)
-    with pytest.raises(FP8BackendError, match="policy_gap: a multiplicative error of 1.221, and the bound is 1.05"):
+    trainer, _ = grpo(
+        tmp_path / "far", engine_rollouts(0.2, "native:rowwise", plain_values), bound=1.05
+    )
+    with pytest.raises(
+        FP8BackendError, match="policy_gap: a multiplicative error of 1.221, and the bound is 1.05"
+    ):
         trainer.train()
 
 
@@ -130,7 +158,9 @@ def test_bound_without_guard_and_rollout_without_logprobs_are_refused(launched, 
     with pytest.raises(FP8BackendError, match="set guard to warn, skip or stop"):
         trainer.train()
     trainer, _ = grpo(tmp_path / "trl")
-    with pytest.raises(FP8BackendError, match="TRL's rollout has no logprobs: use vLLM, or a rollout_func"):
+    with pytest.raises(
+        FP8BackendError, match="TRL's rollout has no logprobs: use vLLM, or a rollout_func"
+    ):
         trainer.train()
 
 

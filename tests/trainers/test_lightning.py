@@ -11,7 +11,10 @@ import fp8_backends
 from fp8_backends import RecipeError
 from fp8_backends.lightning import FP8Precision
 
-QUIET = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+QUIET = {
+    name: False
+    for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+}
 BATCH = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 
 
@@ -37,10 +40,19 @@ class Net(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(spec, steps: int, model: Net | None = None, resume=None, **options) -> tuple[Net, lightning.Trainer]:
+def fit(
+    spec, steps: int, model: Net | None = None, resume=None, **options
+) -> tuple[Net, lightning.Trainer]:
     model = model or Net()
-    trainer = lightning.Trainer(max_steps=steps, plugins=[FP8Precision(spec)], accelerator="cpu", **QUIET, **options)
-    trainer.fit(model, torch.utils.data.DataLoader(BATCH, batch_size=16), ckpt_path=resume, weights_only=False)
+    trainer = lightning.Trainer(
+        max_steps=steps, plugins=[FP8Precision(spec)], accelerator="cpu", **QUIET, **options
+    )
+    trainer.fit(
+        model,
+        torch.utils.data.DataLoader(BATCH, batch_size=16),
+        ckpt_path=resume,
+        weights_only=False,
+    )
     return model, trainer
 
 
@@ -75,7 +87,8 @@ def test_gradients_are_clipped_and_batches_may_be_skipped():
 
 
 def test_evaluation_runs_before_training_and_after_it():
-    plugin, model = FP8Precision("msamp:O4"), Net()  # in inference mode, with undecomposed composite operations
+    # in inference mode, with undecomposed composite operations
+    plugin, model = FP8Precision("msamp:O4"), Net()
     trainer = lightning.Trainer(plugins=[plugin], accelerator="cpu", max_steps=1, **QUIET)
     loader = torch.utils.data.DataLoader(BATCH, batch_size=16)
     trainer.validate(model, loader, verbose=False)

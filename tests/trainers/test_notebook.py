@@ -33,7 +33,12 @@ def training_function(report, *handlers, **arguments):
         losses.append(loss.item())
     products = fp8_backends.audit(model).products
     recipe = getattr(accelerator, "fp8_recipe", None)
-    lines = [recipe.name if recipe else "none", accelerator.num_processes, len(products), losses[-1] < losses[0]]
+    lines = [
+        recipe.name if recipe else "none",
+        accelerator.num_processes,
+        len(products),
+        losses[-1] < losses[0],
+    ]
     (report / f"rank{accelerator.process_index}").write_text(" ".join(map(str, lines)))
 
 
@@ -41,7 +46,11 @@ def launch(report, *handlers, processes=1, **arguments) -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {"num_processes": processes, "mixed_precision": "fp8", "use_port": str(port)} | arguments
+    options = {
+        "num_processes": processes,
+        "mixed_precision": "fp8",
+        "use_port": str(port),
+    } | arguments
     notebook_launcher(training_function, (report, *handlers), **options)
     return [path.read_text() for path in sorted(report.iterdir())]
 
@@ -56,7 +65,9 @@ def test_environment_selects_backend(monkeypatch, tmp_path):
 
 
 def test_handler_in_launched_function_applies(tmp_path):
-    assert launch(tmp_path, fp8_backends.NativeRecipeKwargs(scaling="rowwise")) == ["native:rowwise 1 2 True"]
+    assert launch(tmp_path, fp8_backends.NativeRecipeKwargs(scaling="rowwise")) == [
+        "native:rowwise 1 2 True"
+    ]
 
 
 def test_two_processes_train(monkeypatch, tmp_path):
@@ -64,14 +75,19 @@ def test_two_processes_train(monkeypatch, tmp_path):
     assert launch(tmp_path, processes=2) == ["native:delayed 2 2 True"] * 2
 
 
-@pytest.mark.parametrize("handlers", [(), (InitProcessGroupKwargs(backend="gloo"),)], ids=["none", "gloo"])
+@pytest.mark.parametrize(
+    "handlers", [(), (InitProcessGroupKwargs(backend="gloo"),)], ids=["none", "gloo"]
+)
 def test_two_processes_without_an_engine_are_refused(handlers, monkeypatch, tmp_path):
     """In a process group, too, which Accelerate makes and does not use."""
     monkeypatch.delenv("ACCELERATE_USE_CPU")
     with pytest.raises(ChildFailedError):
         launch(tmp_path, *handlers, processes=2)
     error = (tmp_path / "error").read_text()
-    assert error.startswith("2 processes were started") and "for DDP set ACCELERATE_USE_CPU=true" in error
+    assert (
+        error.startswith("2 processes were started")
+        and "for DDP set ACCELERATE_USE_CPU=true" in error
+    )
     assert "leave DeepSpeed and FSDP out" in error
 
 
@@ -86,10 +102,20 @@ def test_launched_function_overrides_with_one_warning(caplog, tmp_path):
 
     notebook_launcher(says_bf16, num_processes=1, mixed_precision="fp8")
     assert (tmp_path / "rank0").read_text() == "none 1 0 True"
-    assert sum('launched with notebook_launcher(mixed_precision="fp8")' in line for line in caplog.messages) == 1
+    assert (
+        sum(
+            'launched with notebook_launcher(mixed_precision="fp8")' in line
+            for line in caplog.messages
+        )
+        == 1
+    )
 
 
 def test_trainer_trains_in_a_notebook(tmp_path):
     made = []
-    notebook_launcher(lambda: made.append(trainer_for(tmp_path, bf16=True)), num_processes=1, mixed_precision="fp8")
+    notebook_launcher(
+        lambda: made.append(trainer_for(tmp_path, bf16=True)),
+        num_processes=1,
+        mixed_precision="fp8",
+    )
     assert made[0].accelerator.fp8_recipe.name == "native:dynamic"

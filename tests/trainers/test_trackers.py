@@ -1,4 +1,5 @@
-"""Trackers get the monitor's samples: Accelerate's, those of a Trainer's `report_to`, and Lightning's loggers."""
+"""Trackers get the monitor's samples: Accelerate's, those of a Trainer's `report_to`, and
+Lightning's loggers."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def tensorboard(folder) -> dict[str, dict[int, float]]:
 
 
 def wandb_rows(folder) -> list[dict]:
-    """Read the rows of an offline run: blocks of 32 KiB of records, a checksum, length and kind before each part."""
+    """Read the rows of an offline run: blocks of 32 KiB of records, a checksum, length and kind
+    before each part."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -50,13 +52,21 @@ def wandb_rows(folder) -> list[dict]:
         if (left := 2**15 - position % 2**15) < 7:
             position += left
             continue
-        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        length, kind = (
+            int.from_bytes(data[position + 4 : position + 6], "little"),
+            data[position + 6],
+        )
         payload += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # whole, or the last part
             record, payload = Record.FromString(payload), b""
             if items := record.history.item:
-                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+                rows.append(
+                    {
+                        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                        for item in items
+                    }
+                )
     return rows
 
 
@@ -82,23 +92,31 @@ def by_step(rows: list[dict], axis: str) -> dict[str, dict[int, float]]:
 
 
 def assert_same_as_file(scalars, file, prefix: str = "", before: int = 0, extra=()) -> set[str]:
-    """Compare the `fp8/` scalars with the file's summaries. `before`: the tracker counts steps from 1 - before."""
+    """Compare the `fp8/` scalars with the file's summaries. `before`: the tracker counts steps from
+    1 - before."""
     expected = defaultdict(dict)
     for record in map(json.loads, Path(file).read_text().splitlines()):
         for name, value in summary(record).items():
-            expected[prefix + name][record["step"] - before] = pytest.approx(value, rel=1e-6, nan_ok=True)
+            expected[prefix + name][record["step"] - before] = pytest.approx(
+                value, rel=1e-6, nan_ok=True
+            )
     found = {name: values for name, values in scalars.items() if name.startswith(f"{prefix}fp8/")}
     assert {name: found[name] for name in found if name not in extra} == expected
     return {name.removeprefix(prefix) for name in expected}
 
 
 def train(tracker: str, folder, offset: int = 1, **fields) -> Accelerator:
-    """Train 6 steps, the fifth with a NaN, and log each loss: at its step, counted from `offset`."""
+    """Train 6 steps, the fifth with a NaN, and log each loss: at its step, counted from
+    `offset`."""
     recipe = fp8_backends.FP8RecipeKwargs(
         backend="native:dynamic", sums="h100", monitor_file=folder / "samples", **fields
     )
     accelerator = Accelerator(
-        mixed_precision="fp8", kwargs_handlers=[recipe], log_with=tracker, project_dir=folder, cpu=True
+        mixed_precision="fp8",
+        kwargs_handlers=[recipe],
+        log_with=tracker,
+        project_dir=folder,
+        cpu=True,
     )
     accelerator.init_trackers("run")
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
@@ -136,7 +154,8 @@ def test_a_training_without_monitor_logs_nothing_of_fp8(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("offset", [0, 1])
 def test_wandb_keeps_every_row_of_the_script(offset, tmp_path, offline):
-    """Its steps must increase: a sample logged at step 2 of the optimizer would lose a loss logged at step 1."""
+    """Its steps must increase: a sample logged at step 2 of the optimizer would lose a loss logged
+    at step 1."""
     train("wandb", tmp_path, offset, monitor_every=2)
     rows = wandb_rows(tmp_path)
     losses = {row["_step"]: row["loss"] for row in rows if "loss" in row}
@@ -147,11 +166,18 @@ def test_wandb_keeps_every_row_of_the_script(offset, tmp_path, offline):
 @pytest.mark.nightly
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_a_trainer_reports_samples_at_its_steps(tracker, tmp_path, launched, offline, monkeypatch):
-    launched("native:delayed", monitor_every="2", monitor_file=str(tmp_path / "samples"), guard="warn")
+    launched(
+        "native:delayed", monitor_every="2", monitor_file=str(tmp_path / "samples"), guard="warn"
+    )
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path))
     # a resumed training, and one log at its end
     trainer_for(
-        tmp_path, report_to=tracker, logging_steps=500, max_steps=3, save_strategy="steps", save_steps=3
+        tmp_path,
+        report_to=tracker,
+        logging_steps=500,
+        max_steps=3,
+        save_strategy="steps",
+        save_steps=3,
     ).train()
     trainer = trainer_for(tmp_path, report_to=tracker, logging_steps=500, bf16=True)
     trainer.train(resume_from_checkpoint=True)
@@ -161,7 +187,8 @@ def test_a_trainer_reports_samples_at_its_steps(tracker, tmp_path, launched, off
         scalars = tensorboard(tmp_path)
     names = assert_same_as_file(scalars, tmp_path / "samples", prefix="train/")
     assert {"fp8/share", "fp8/sqnr/model.layers.mlp.up_proj", "fp8/guard_faults"} <= names
-    assert scalars["train/fp8/worst_sqnr"].keys() == {2, 5}  # a new process samples every second of its own steps
+    # a new process samples every second of its own steps
+    assert scalars["train/fp8/worst_sqnr"].keys() == {2, 5}
     share = fp8_backends.audit(trainer.model).flops_share
     assert 0.5 < share < 1 and scalars["train/fp8/share"][5] == pytest.approx(share, abs=1e-6)
 
@@ -183,17 +210,30 @@ class Net(lightning.LightningModule):
 @pytest.mark.slow
 @pytest.mark.parametrize("tracker", nightly_but(["tensorboard"], ["tensorboard", "wandb"]))
 def test_lightnings_logger_has_samples_beside_its_metrics(tracker, tmp_path, offline):
-    recipe = {"backend": "native:dynamic", "monitor_every": 2, "monitor_file": str(tmp_path / "samples")}
-    quiet = {name: False for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    recipe = {
+        "backend": "native:dynamic",
+        "monitor_every": 2,
+        "monitor_file": str(tmp_path / "samples"),
+    }
+    quiet = {
+        name: False
+        for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    }
     trainer = lightning.Trainer(
         max_steps=6,
         plugins=[FP8Precision(recipe)],
         accelerator="cpu",
-        logger=TensorBoardLogger(tmp_path) if tracker == "tensorboard" else WandbLogger(save_dir=tmp_path),
+        logger=TensorBoardLogger(tmp_path)
+        if tracker == "tensorboard"
+        else WandbLogger(save_dir=tmp_path),
         log_every_n_steps=1,
         **quiet,
     )
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(16, 32), batch_size=16))
-    scalars = tensorboard(tmp_path) if tracker == "tensorboard" else by_step(wandb_rows(tmp_path), LIGHTNINGS_STEP)
+    scalars = (
+        tensorboard(tmp_path)
+        if tracker == "tensorboard"
+        else by_step(wandb_rows(tmp_path), LIGHTNINGS_STEP)
+    )
     assert scalars["loss"].keys() == {0, 1, 2, 3, 4, 5}
     assert "fp8/sqnr/layers" in assert_same_as_file(scalars, tmp_path / "samples", before=1)

@@ -34,8 +34,8 @@ def test_run_reports_fp8_once(launched, capsys, tmp_path):
     proofs = [line for line in capsys.readouterr().err.splitlines() if "weight FLOPs" in line]
     share = fp8_backends.audit(trainer.model).flops_share
     assert proofs == [
-        f"native:dynamic: {LAYERS}/{LAYERS + 1} Linear, {share:.0%} of weight FLOPs in FP8, fprop dgrad wgrad "
-        f"({exact_engine(torch.bfloat16)})".replace("%", " %", 1)
+        f"native:dynamic: {LAYERS}/{LAYERS + 1} Linear, {share:.0%} of weight FLOPs in FP8, fprop "
+        f"dgrad wgrad ({exact_engine(torch.bfloat16)})".replace("%", " %", 1)
     ]
 
 
@@ -79,12 +79,21 @@ def test_trackers_store_the_backend_and_the_share(launched):
 
 @pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(launched, tmp_path):
-    """Take two steps at a good rate, then ruin the model by a bad one: the first checkpoint is the best."""
+    """Take two steps at a good rate, then ruin the model by a bad one: the first checkpoint is the
+    best."""
     launched("native:delayed")
-    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "bf16": True}
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "bf16": True,
+    }
     trainer = trainer_for(tmp_path, load_best_model_at_end=True, **options)
     trainer.create_optimizer()
-    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1 if step < 2 else 1000)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+        trainer.optimizer, lambda step: 1 if step < 2 else 1000
+    )
     trainer.train()
     found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     best = found.index(min(found))
@@ -124,7 +133,12 @@ def test_pushed_model_is_plain(backend, launched, monkeypatch, tmp_path):
     launched(backend)
     hub = Hub()
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    options = {"push_to_hub": True, "hub_model_id": "me/model", "hub_strategy": "checkpoint", "save_steps": 1}
+    options = {
+        "push_to_hub": True,
+        "hub_model_id": "me/model",
+        "hub_strategy": "checkpoint",
+        "save_steps": 1,
+    }
     trainer = trainer_for(tmp_path / "run", max_steps=2, save_strategy="steps", **options)
     trainer.train()
     trainer.push_to_hub()
@@ -146,12 +160,18 @@ def test_gradient_checkpointing_only_repeats_products(reentrant, launched, tmp_p
     plain.train()
     kept = {"use_reentrant": reentrant}
     trainer = trainer_for(
-        tmp_path, bf16=True, max_steps=3, gradient_checkpointing=True, gradient_checkpointing_kwargs=kept
+        tmp_path,
+        bf16=True,
+        max_steps=3,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs=kept,
     )
     trainer.train()
     assert losses_of(trainer) == losses_of(plain)
     products = fp8_backends.audit(trainer.model).products
-    assert all(counts == dict(fprop=3, dgrad=3, wgrad=3, recomputed=3) for counts in products.values())
+    assert all(
+        counts == dict(fprop=3, dgrad=3, wgrad=3, recomputed=3) for counts in products.values()
+    )
 
 
 @pytest.mark.nightly
@@ -166,7 +186,9 @@ def test_compiled_training_matches_eager_bitwise(launched, tmp_path):
     assert losses_of(trainers[0]) == losses_of(trainers[1])
     assert hasattr(trainers[1].model_wrapped, "_orig_mod")
     products = [fp8_backends.audit(trainer.model).products for trainer in trainers]
-    assert products[0] == products[1] and all(counts["wgrad"] == 2 for counts in products[0].values())
+    assert products[0] == products[1] and all(
+        counts["wgrad"] == 2 for counts in products[0].values()
+    )
 
 
 def test_logging_at_info_reaches_the_users_handler(launched, caplog, capsys, tmp_path):
@@ -200,7 +222,9 @@ def test_trainer_saves_fp8_activations_unless_checkpointed(launched, tmp_path):
     launched(saved_activations="fp8")
     tensors = []
     for checkpointing in (False, True):
-        trainer = trainer_for(tmp_path, bf16=True, max_steps=2, gradient_checkpointing=checkpointing)
+        trainer = trainer_for(
+            tmp_path, bf16=True, max_steps=2, gradient_checkpointing=checkpointing
+        )
         trainer.train()
         tensors.append(fp8_backends.audit(trainer.model).saved_activations["tensors"])
     assert tensors == [16, 2]  # of two layers and the last norm, and of only the last norm
@@ -220,7 +244,9 @@ def test_trainer_resumes_bitwise_from_newest_whole_checkpoint(backend, launched,
     resumed.train(resume_from_checkpoint=newest(tmp_path / "b"))
     assert losses_of(resumed) == losses_of(unbroken)
     expected = unbroken.model.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
+    assert all(
+        torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items()
+    )
 
 
 def test_a_trainer_evaluates_without_training(launched, tmp_path):

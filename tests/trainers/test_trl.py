@@ -34,7 +34,9 @@ def no_files_of_datasets(monkeypatch, tmp_path):
 def sft(folder, model, peft_config=None, **given):
     texts = Dataset.from_dict({"text": [words(start, 12) for start in range(32)]})
     args = arguments(folder, SFTConfig, max_length=16, **given)
-    return SFTTrainer(model, args=args, train_dataset=texts, processing_class=tokenizer(), peft_config=peft_config)
+    return SFTTrainer(
+        model, args=args, train_dataset=texts, processing_class=tokenizer(), peft_config=peft_config
+    )
 
 
 def dpo(folder, model, reference=None, peft_config=None, **given):
@@ -72,7 +74,9 @@ def test_sft_trains_in_fp8_over_trl_bf16(backend, launched, capsys, tmp_path):
     trainer.train()
     assert losses_of(trainer)[-1] < 0.9 * losses_of(trainer)[0]
     assert kept_frozen(model, before) and len(trainable(model)) == len(before)
-    assert all(min(counts["fprop"], counts["dgrad"], counts["wgrad"]) == 6 for counts in products_of(model))
+    assert all(
+        min(counts["fprop"], counts["dgrad"], counts["wgrad"]) == 6 for counts in products_of(model)
+    )
     assert capsys.readouterr().err.count("weight FLOPs in FP8") == 1
 
 
@@ -89,15 +93,19 @@ def test_dpo_keeps_its_reference_model(backend, training, launched, capsys, tmp_
     assert kept_frozen(model, before) and not moved(reference, of_reference)
     assert all(parameter.grad is None for parameter in reference.parameters())
     assert all(min(counts["dgrad"], counts["wgrad"]) == 6 for counts in products_of(model))
-    expected = 6 if reference.training else 0  # evaluation is in high precision unless the recipe says otherwise
-    assert all(counts["fprop"] == expected and not counts["wgrad"] for counts in products_of(reference))
+    # evaluation is in high precision unless the recipe says otherwise
+    expected = 6 if reference.training else 0
+    assert all(
+        counts["fprop"] == expected and not counts["wgrad"] for counts in products_of(reference)
+    )
     assert losses_of(trainer)[0] == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=0.01)
     assert all(map(torch.isfinite, map(torch.tensor, losses_of(trainer))))
     assert capsys.readouterr().err.count("weight FLOPs in FP8") == 1
 
 
 def test_dpo_with_two_fp8_models_starts_at_log_2(launched, tmp_path):
-    """`use_autocast_during_eval`: policy and reference run the same products, so the first loss is log 2."""
+    """`use_autocast_during_eval`: policy and reference run the same products, so the first loss is
+    log 2."""
     launched("native", use_autocast_during_eval="true")
     trainer = dpo(tmp_path, llama(), llama().eval(), max_steps=1)
     trainer.train()

@@ -91,7 +91,9 @@ def trainer_for(folder, model=None, trainer_class=None, **given):
 
     model = llama() if model is None else model
     args = arguments(folder, **given)
-    return (trainer_class or Trainer)(model=model, args=args, train_dataset=Counting(), eval_dataset=Counting())
+    return (trainer_class or Trainer)(
+        model=model, args=args, train_dataset=Counting(), eval_dataset=Counting()
+    )
 
 
 def losses_of(trainer) -> list[float]:
@@ -109,7 +111,8 @@ def plain(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def moved(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
-    """Return the names of changed parameters, relative to the earlier value, or to its FP8 value if stored so."""
+    """Return the names of changed parameters, relative to the earlier value, or to its FP8 value if
+    stored so."""
     return {
         name
         for name, parameter in model.named_parameters()

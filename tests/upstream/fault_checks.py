@@ -2,9 +2,10 @@
 
     python fault_checks.py TREE FOLDER
 
-TREE is a folder with the package `accelerate` to check, FOLDER an empty one to write in. The last line of the output is
-JSON: for each check its error, or null. `test_upstream.py` runs this on Accelerate as it is installed and on a copy
-with the patches of the guides. TransformerEngine and MS-AMP, which need CUDA, are those of `standins`.
+TREE is a folder with the package `accelerate` to check, FOLDER an empty one to write in. The last
+line of the output is JSON: for each check its error, or null. `test_upstream.py` runs this on
+Accelerate as it is installed and on a copy with the patches of the guides. TransformerEngine and
+MS-AMP, which need CUDA, are those of `standins`.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def fault_02_a_model_of_torchao_saves():
 
 @check
 def fault_21_fallen_back_precision_converts_nothing():
-    """Gaudi1 stands for GPUs without FP8: the state takes the same branch, and a CPU can continue from there."""
+    """Gaudi1 stands for GPUs without FP8: the state takes the same branch, and a CPU can continue
+    from there."""
     with mock.patch.object(accelerate.state, "is_habana_gaudi1", lambda: True):
         accelerator, model = fp8(AORecipeKwargs()), mlp()
     assert accelerator.mixed_precision == "bf16"
@@ -119,7 +121,10 @@ def fault_21_fallen_back_precision_converts_nothing():
 @check
 def fault_21_environment_precision_falls_back():
     variables = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}
-    with environment(**variables), mock.patch.object(accelerate.state, "is_habana_gaudi1", lambda: True):
+    with (
+        environment(**variables),
+        mock.patch.object(accelerate.state, "is_habana_gaudi1", lambda: True),
+    ):
         Accelerator().prepare(mlp())
 
 
@@ -141,7 +146,9 @@ def fault_25_model_without_converted_layer_is_reported():
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         fp8(AORecipeKwargs()).prepare(mlp(2))
-    assert [w for w in said if "No layer of the model was converted" in str(w.message)], "nothing was said"
+    assert [w for w in said if "No layer of the model was converted" in str(w.message)], (
+        "nothing was said"
+    )
 
 
 # the launcher, its file and its questions
@@ -150,10 +157,19 @@ def fault_25_model_without_converted_layer_is_reported():
 def launched(*arguments: str, **config) -> dict[str, str]:
     """Return the environment of a launched script with these arguments and this `fp8_config`."""
     file = f"{FOLDER}/config.json"
-    base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True, "num_processes": 1}
+    base = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "NO",
+        "use_cpu": True,
+        "num_processes": 1,
+    }
     with open(file, "w") as opened:
-        json.dump(base | {"num_machines": 1, "mixed_precision": "fp8", "fp8_config": config}, opened)
-    args = launch.launch_command_parser().parse_args(["--config_file", file, *arguments, "script.py"])
+        json.dump(
+            base | {"num_machines": 1, "mixed_precision": "fp8", "fp8_config": config}, opened
+        )
+    args = launch.launch_command_parser().parse_args(
+        ["--config_file", file, *arguments, "script.py"]
+    )
     args, _, _ = launch._validate_launch_command(args)
     return setup_fp8_env(args, {})
 
@@ -166,7 +182,11 @@ def fault_03_launcher_backend_is_accepted():
 
 @check
 def fault_04_wizard_answers_are_read():
-    written = {"amax_history_length": 16, "amax_compute_algorithm": "max", "optimization_level": "O1"}
+    written = {
+        "amax_history_length": 16,
+        "amax_compute_algorithm": "max",
+        "optimization_level": "O1",
+    }
     variables = launched(**written)
     names = ("AMAX_HISTORY_LEN", "AMAX_COMPUTE_ALGO", "OPT_LEVEL")
     read = [variables.get(f"ACCELERATE_FP8_{name}") for name in names]
@@ -184,7 +204,12 @@ def fault_05_flags_in_round_brackets():
 
 @check
 def fault_04_wizard_asks_only_for_read_fields():
-    chosen = {"compute environment": 0, "type of machine": 0, "mixed precision": 3, "FP8 backend": 1}
+    chosen = {
+        "compute environment": 0,
+        "type of machine": 0,
+        "mixed precision": 3,
+        "FP8 backend": 1,
+    }
 
     def options(text, choices=(), convert=None, default=0):
         choice = next((index for part, index in chosen.items() if part in text), default)
@@ -212,7 +237,9 @@ def turn_to_fsdp2() -> None:
     """Set Accelerate's state to FSDP, refused on CPUs, until the next check."""
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
-    AcceleratorState().fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    AcceleratorState().fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=False
+    )
 
 
 @check
@@ -308,11 +335,18 @@ def fault_10_root_is_converted():
 @check
 def fault_11_norms_without_a_counterpart_stay():
     accelerator = fp8(TERecipeKwargs())
-    norms = nn.LayerNorm(32, elementwise_affine=False), nn.LayerNorm((16, 32)), nn.LayerNorm(32, bias=False)
+    norms = (
+        nn.LayerNorm(32, elementwise_affine=False),
+        nn.LayerNorm((16, 32)),
+        nn.LayerNorm(32, bias=False),
+    )
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), *norms)
     names = list(model.state_dict())
     model, _ = accelerator.prepare(model, sgd(model))
-    assert list(model.state_dict()) == names and types(model) == ["transformer_engine"] * 2 + ["torch"] * 3
+    assert (
+        list(model.state_dict()) == names
+        and types(model) == ["transformer_engine"] * 2 + ["torch"] * 3
+    )
     assert model(torch.randn(4, 16, 32)).isfinite().all()
 
 
@@ -359,7 +393,10 @@ def fault_15_given_values_are_used():
 
 @check
 def fault_15_mxfp8_uses_the_given_format():
-    forwards, recipe = forwards_of_te(), TERecipeKwargs(use_mxfp8_block_scaling=True, fp8_format="HYBRID")
+    forwards, recipe = (
+        forwards_of_te(),
+        TERecipeKwargs(use_mxfp8_block_scaling=True, fp8_format="HYBRID"),
+    )
     accelerator, model = fp8(recipe), mlp()
     model, _ = accelerator.prepare(model, sgd(model))
     model(torch.randn(16, 32))
@@ -370,10 +407,14 @@ def fault_15_mxfp8_uses_the_given_format():
 def fault_15_launcher_passes_given_values():
     variables = launched("--fp8_amax_compute_algo", "most_recent")
     given = {name.removeprefix("ACCELERATE_FP8_") for name in variables}
-    assert "AMAX_COMPUTE_ALGO" in given and not given & {"FORMAT", "MARGIN", "AMAX_HISTORY_LEN"}, sorted(given)
+    assert "AMAX_COMPUTE_ALGO" in given and not given & {"FORMAT", "MARGIN", "AMAX_HISTORY_LEN"}, (
+        sorted(given)
+    )
     with environment(**variables):
         kwargs = TERecipeKwargs().to_kwargs()
-    assert kwargs.pop("amax_compute_algo") == "most_recent" and set(kwargs) == {"use_autocast_during_eval"}
+    assert kwargs.pop("amax_compute_algo") == "most_recent" and set(kwargs) == {
+        "use_autocast_during_eval"
+    }
 
 
 @check
@@ -481,7 +522,9 @@ def fault_28_unplanned_parameters_are_replicated():
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32, bias=False))
+    model = nn.Sequential(
+        nn.Embedding(32, 32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32, bias=False)
+    )
     model[3].weight = model[0].weight
     tokens = torch.arange(32)
     expected = model(tokens)
@@ -490,17 +533,25 @@ def fault_28_unplanned_parameters_are_replicated():
     model.zero_grad()
     accelerator = Accelerator()
     turn_to_fsdp2()
-    mesh = AcceleratorState().device_mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    mesh = AcceleratorState().device_mesh = dist.init_device_mesh(
+        "cpu", (1, 1), mesh_dim_names=("dp", "tp")
+    )
     parallelize_module(model[1], mesh["tp"], ColwiseParallel())
     optimizer = sgd(model)
     _, optimizer = accelerator._prepare_tp(model, optimizer)
-    assert all(isinstance(p, DTensor) for p in model.parameters()) and model[3].weight is model[0].weight
+    assert (
+        all(isinstance(p, DTensor) for p in model.parameters())
+        and model[3].weight is model[0].weight
+    )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()}
     outputs = model(tokens)
     outputs.square().mean().backward()
     assert torch.equal(outputs, expected)
-    assert all(torch.equal(p.grad.to_local(), g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all(
+        torch.equal(p.grad.to_local(), g)
+        for p, g in zip(model.parameters(), gradients, strict=True)
+    )
 
 
 def outcome(function) -> str | None:

@@ -1,4 +1,5 @@
-"""Test the patches proposed to Accelerate: the release has each fault, and a patched copy has none."""
+"""Test the patches proposed to Accelerate: the release has each fault, and a patched copy has
+none."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ SHOWN = {
     "fault_02_a_model_of_torchao_saves": "invalid python storage",
     "fault_03_launcher_backend_is_accepted": "'ao' is not a valid FP8BackendType",
     "fault_04_wizard_answers_are_read": "an older file: ['1024', 'most_recent', 'O2']",
-    "fault_04_wizard_asks_only_for_read_fields": "nothing reads ['amax_history_length', 'amax_compute_algorithm']",
+    "fault_04_wizard_asks_only_for_read_fields": "nothing reads ['amax_history_length', "
+    "'amax_compute_algorithm']",
     "fault_05_flags_in_round_brackets": "invalid truth value (",
     "fault_06_fsdp2_enters_the_autocast": "recipes of the forwards: [None, None, None]",
     "fault_07_deepspeed_has_the_recipe": "the recipe is None",
@@ -34,7 +36,8 @@ SHOWN = {
     "fault_10_root_is_converted": "still nn.Linear",
     "fault_10_flags_modes_and_hooks_survive": "the frozen layer trains",
     "fault_11_norms_without_a_counterpart_stay": "'NoneType' object has no attribute 'dtype'",
-    "fault_12_unwrapping_converts_back": "['transformer_engine', 'transformer_engine', 'transformer_engine']",
+    "fault_12_unwrapping_converts_back": "['transformer_engine', 'transformer_engine', "
+    "'transformer_engine']",
     "fault_13_one_and_several_models": "You must pass a model and an optimizer together",
     "fault_14_optimizers_with_states_and_other_parameters": "KeyError: Parameter containing",
     "fault_15_mxfp8_uses_the_given_format": "fp8_format=<Format.E4M3",
@@ -53,7 +56,8 @@ SHOWN = {
     "fault_24_decorators_of_the_user_survive": "the decorator is gone",
     "fault_25_model_without_converted_layer_is_reported": "nothing was said",
     "fault_25_the_filter_filters": "['torchao', 'torchao', 'torchao']",
-    "fault_27_conversion_needs_no_accelerator": "Please make sure to properly initialize your accelerator",
+    "fault_27_conversion_needs_no_accelerator": "Please make sure to properly initialize your "
+    "accelerator",
     "fault_28_unplanned_parameters_are_replicated": "cannot import name 'ReplicateParallel'",
 }
 """Each check, and its error in the release."""
@@ -71,7 +75,9 @@ def outcomes(tree: Path, folder: Path) -> dict[str, str | None]:
 def test_release_has_each_fault(tmp_path):
     said = outcomes(INSTALLED.parent, tmp_path)
     assert said.keys() == SHOWN.keys()
-    assert {check: said[check] for check, shown in SHOWN.items() if shown not in (said[check] or "")} == {}
+    assert {
+        check: said[check] for check, shown in SHOWN.items() if shown not in (said[check] or "")
+    } == {}
 
 
 @pytest.mark.nightly
@@ -79,8 +85,10 @@ def test_patched_copy_has_no_fault(tmp_path):
     tree, folder = tmp_path / "tree", tmp_path / "written"
     folder.mkdir()
     shutil.copytree(INSTALLED, tree / "accelerate")
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}  # the copy is in no repository
-    apply = ["git", "apply", "-p2", *PATCHES]  # as `a/src/accelerate/…` is there, `accelerate/…` is here
+    # the copy is in no repository
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    # as `a/src/accelerate/…` is there, `accelerate/…` is here
+    apply = ["git", "apply", "-p2", *PATCHES]
     applied = subprocess.run(apply, cwd=tree, env=environment, capture_output=True, text=True)
     assert applied.returncode == 0, applied.stderr
     assert {check: error for check, error in outcomes(tree, folder).items() if error} == {}
@@ -88,7 +96,9 @@ def test_patched_copy_has_no_fault(tmp_path):
 
 def rows(page: str) -> dict[str, list[str]]:
     """Return the first table of the page: the number of each patch, and its faults."""
-    found = re.findall(r"^(\d{4})   ((?:\d+, )*\d+) ", page.partition("begin table patches")[2], re.M)
+    found = re.findall(
+        r"^(\d{4})   ((?:\d+, )*\d+) ", page.partition("begin table patches")[2], re.M
+    )
     return {number: faults.split(", ") for number, faults in found}
 
 

@@ -1,5 +1,5 @@
-"""Test the guard: it names each fault at its step, follows the recipe's action, and stays silent in ordinary
-training."""
+"""Test the guard: it names each fault at its step, follows the recipe's action, and stays silent in
+ordinary training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.formats import scaling
 from fp8_backends.formats.formats import E4M3, E5M2
-from fp8_backends.formats.scaling import GRAD_OUTPUT, HISTORY, INPUT, ROLLS, SCALE, new_delayed_state
+from fp8_backends.formats.scaling import (
+    GRAD_OUTPUT,
+    HISTORY,
+    INPUT,
+    ROLLS,
+    SCALE,
+    new_delayed_state,
+)
 from fp8_backends.tensors.scaled_tensor import stored_parts
 from fp8_backends.watch.guard import FROZEN, Guard, faults
 
@@ -28,7 +35,9 @@ MAX = torch.tensor([E4M3.max, E4M3.max, E5M2.max])
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+    return nn.Sequential(
+        nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)
+    )
 
 
 def batch():
@@ -45,7 +54,9 @@ class Training:
             mixed_precision="fp8", cpu=True, kwargs_handlers=[recipe], project_config=project
         )
         model = net() if model is None else model
-        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
+        self.model, self.optimizer = self.accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), 1e-3)
+        )
 
     def step(self, x=None, tamper=lambda model: None):
         x = batch() if x is None else x
@@ -61,7 +72,11 @@ class Training:
 
     def stored(self):
         states = [each for state in self.optimizer.state.values() for each in state.values()]
-        return [part.clone() for each in (*self.model.parameters(), *states) for part in stored_parts(each.detach())]
+        return [
+            part.clone()
+            for each in (*self.model.parameters(), *states)
+            for part in stored_parts(each.detach())
+        ]
 
     @property
     def faults(self):
@@ -184,7 +199,9 @@ SPOILED = {
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-@pytest.mark.parametrize("backend, action", [("native:delayed", "skip"), ("msamp:O2", "skip"), ("msamp:O4", "stop")])
+@pytest.mark.parametrize(
+    "backend, action", [("native:delayed", "skip"), ("msamp:O2", "skip"), ("msamp:O4", "stop")]
+)
 @pytest.mark.parametrize("what", SPOILED)
 def test_non_finite_parameter_is_named_and_stops_training(action, what, backend, tmp_path):
     plant, place = SPOILED[what]
@@ -193,10 +210,17 @@ def test_non_finite_parameter_is_named_and_stops_training(action, what, backend,
     plant(training)
     x = nan_batch() if what == "state" else None  # a finite loss triggers no scan
     before = training.stored()
-    with pytest.raises(FP8BackendError, match=f"step 3: loss.*parameter in {place}.*leaving steps out does not heal"):
+    with pytest.raises(
+        FP8BackendError,
+        match=f"step 3: loss.*parameter in {place}.*leaving steps out does not heal",
+    ):
         training.step(x)
-    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before, training.stored(), strict=True))
-    assert training.kinds == [(3, "loss"), (3, "parameter")] and training.faults[1].where[0] == place
+    assert all(
+        torch.equal(a, b) or a.isnan().any() for a, b in zip(before, training.stored(), strict=True)
+    )
+    assert (
+        training.kinds == [(3, "loss"), (3, "parameter")] and training.faults[1].where[0] == place
+    )
     assert not list(tmp_path.iterdir())  # such a training is not worth a checkpoint
 
 
@@ -233,14 +257,27 @@ def test_guard_and_monitor_number_steps_alike_after_resume(backend, tmp_path):
     training.steps(1)
     training.step(nan_batch())
     assert [step for step, kind in training.kinds if kind == "loss"] == [3, 4, 5, 7]
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [2, 3, 4, 5, 6, 7]
-    saved, states = copy.deepcopy(training.optimizer.state_dict()), copy.deepcopy(training.model.state_dict())
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
+    saved, states = (
+        copy.deepcopy(training.optimizer.state_dict()),
+        copy.deepcopy(training.model.state_dict()),
+    )
     resumed = Training(backend, monitor_every=1, monitor_file=str(file))
     resumed.model.load_state_dict(states)
     resumed.optimizer.load_state_dict(saved)  # of three completed steps
     resumed.steps(1)
     resumed.step(nan_batch())
-    assert resumed.kinds[0] == (5, "loss") and json.loads(file.read_text().splitlines()[-1])["step"] == 5
+    assert (
+        resumed.kinds[0] == (5, "loss")
+        and json.loads(file.read_text().splitlines()[-1])["step"] == 5
+    )
 
 
 def test_without_accelerate_gradients_and_scales_are_watched():
@@ -264,7 +301,10 @@ def test_impossible_history_is_named_and_restarts():
     training.steps(2)
     history = training.model[2].fp8_scaling.view(torch.float32)[GRAD_OUTPUT]
     training.step(tamper=lambda model: history[HISTORY + 1 :].fill_(math.nan))
-    assert (training.kinds, training.faults[0].where) == ([(3, "stuck")], ("2 (output's gradient)",))
+    assert (training.kinds, training.faults[0].where) == (
+        [(3, "stuck")],
+        ("2 (output's gradient)",),
+    )
     training.steps(2)
     assert len(training.faults) == 1
 
@@ -285,7 +325,9 @@ def test_stuck_history_is_named():
 def test_ordinary_events_trigger_nothing(backend):
     training = Training(backend, "warn")
     training.model[2].weight.requires_grad_(False)
-    schedule = torch.optim.lr_scheduler.LambdaLR(training.optimizer.optimizer, lambda step: step / 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        training.optimizer.optimizer, lambda step: step / 10
+    )
     for number in range(40):
         training.step(torch.randn((4, 16, 64)[number % 3], 32) * (0 if number == 30 else 1))
         schedule.step()
@@ -368,7 +410,11 @@ def test_overshoot_and_invalid_states():
     assert not scaling.overshoot(states, MAX, warm_from=2).any()
     renewed = scaling.anew(states, MAX, margin=0)
     assert renewed.view(torch.float32)[0, INPUT, SCALE] == 1 / 100
-    for value, reads_history, invalid in [(math.inf, True, True), (math.inf, False, False), (math.nan, False, True)]:
+    for value, reads_history, invalid in [
+        (math.inf, True, True),
+        (math.inf, False, False),
+        (math.nan, False, True),
+    ]:
         numbers[1, INPUT, -1] = value
         assert bool(scaling.is_invalid(states, reads_history)[1, INPUT]) is invalid
     numbers[1, INPUT, -1] = 0
@@ -381,7 +427,8 @@ def test_overshoot_and_invalid_states():
 
 
 def called_twice(steps=33, second=4.0, **fields):
-    """Train on an input and one `second` times as large; return the optimizer, and the error of the last output."""
+    """Train on an input and one `second` times as large; return the optimizer, and the error of the
+    last output."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     fp8_backends.prepare(model, optimizer, {"backend": "native:delayed", **fields})
@@ -414,9 +461,18 @@ def test_layers_that_clip_step_after_step_are_named_once(caplog):
     caplog.clear()
     optimizer, _ = called_twice(guard="warn", **recent)
     (fault,) = faults(optimizer)
-    assert fault.kind == "clipped" and fault.figures.startswith("scales clip inputs") and len(caplog.messages) == 1
+    assert (
+        fault.kind == "clipped"
+        and fault.figures.startswith("scales clip inputs")
+        and len(caplog.messages) == 1
+    )
 
 
 def test_monitor_names_layers_that_clip(caplog, tmp_path):
-    called_twice(4, amax_compute_algo="most_recent", monitor_every=1, monitor_file=str(tmp_path / "monitor.jsonl"))
+    called_twice(
+        4,
+        amax_compute_algo="most_recent",
+        monitor_every=1,
+        monitor_file=str(tmp_path / "monitor.jsonl"),
+    )
     assert "over 1 % clipped" in caplog.messages[0] and "input" in caplog.messages[0]

@@ -35,7 +35,9 @@ class Net(nn.Module):
 
     def forward(self, x):
         run = lambda x: self.up(x).relu()  # noqa: E731
-        hidden = run(x) if self.reentrant is None else checkpoint(run, x, use_reentrant=self.reentrant)
+        hidden = (
+            run(x) if self.reentrant is None else checkpoint(run, x, use_reentrant=self.reentrant)
+        )
         return self.down(hidden)
 
 
@@ -64,7 +66,9 @@ def records(file):
 
 
 def hooks_of(model):
-    return [len(hooks) for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+    return [
+        len(hooks) for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)
+    ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -72,7 +76,9 @@ def test_monitoring_changes_no_bit_of_training(backend, tmp_path):
     watched, alone = (prepared(backend, tmp_path / "watched", every) for every in (2, 0))
     for seed in range(5):
         assert step(*watched, seed, microbatches=2) == step(*alone, seed, microbatches=2)
-    for ours, theirs in zip(watched[0].state_dict().values(), alone[0].state_dict().values(), strict=True):
+    for ours, theirs in zip(
+        watched[0].state_dict().values(), alone[0].state_dict().values(), strict=True
+    ):
         assert torch.equal(ours, theirs)
     assert [record["step"] for record in records(tmp_path / "watched")] == [2, 4]
 
@@ -93,23 +99,34 @@ def test_each_layer_has_its_input_weight_and_gradient(backend, tmp_path):
             low, high = entry["exponents"]
             assert len(entry["binades"]) == high - low + 1 and entry["amax"] > 0
         assert found["input"]["format"] == "e4m3" and 28 < found["input"]["sqnr_db"] < 34
-    assert record["recipe"] == model.down.__dict__["_fp8_conversion"].recipe.name and record["not_seen"] == []
+    assert (
+        record["recipe"] == model.down.__dict__["_fp8_conversion"].recipe.name
+        and record["not_seen"] == []
+    )
 
 
 def test_recorded_scales_match_the_step(tmp_path):
     """Delayed scaling uses scales of earlier steps, which clip a grown tensor."""
-    model, optimizer = prepared("native:delayed", tmp_path / "file", every=4, amax_compute_algo="most_recent")
+    model, optimizer = prepared(
+        "native:delayed", tmp_path / "file", every=4, amax_compute_algo="most_recent"
+    )
     for seed in range(3):
         step(model, optimizer, seed)
     seen = {}
     model.down.register_forward_hook(
-        lambda layer, args, _: seen.update(input=args[0].abs().max(), states=layer.fp8_scaling.clone())
+        lambda layer, args, _: seen.update(
+            input=args[0].abs().max(), states=layer.fp8_scaling.clone()
+        )
     )
     model.up.weight.data.mul_(4.0)  # the input of `down` grows
     step(model, optimizer, 3)
     found = records(tmp_path / "file")[0]["tensors"]["down"]
-    assert found["input"]["scale"] == pytest.approx(delayed_scale(seen["states"], INPUT).item(), rel=1e-8)
-    assert found["grad_output"]["scale"] == pytest.approx(delayed_scale(seen["states"], GRAD_OUTPUT).item(), rel=1e-8)
+    assert found["input"]["scale"] == pytest.approx(
+        delayed_scale(seen["states"], INPUT).item(), rel=1e-8
+    )
+    assert found["grad_output"]["scale"] == pytest.approx(
+        delayed_scale(seen["states"], GRAD_OUTPUT).item(), rel=1e-8
+    )
     assert found["input"]["amax"] == pytest.approx(seen["input"].item(), rel=1e-8)
     assert found["input"]["saturated"] > 0.01 and found["input"]["sqnr_db"] < 25
 
@@ -124,7 +141,9 @@ def test_weight_statistics_describe_codes_of_forward(tmp_path):
     step(model, optimizer)
     found = records(tmp_path / "file")[0]["tensors"]["up"]["weight"]
     expected = 10 * torch.log10(master.double().square().sum() / noise).item()
-    assert found["scale"] == 1 / scale_inv.item() and found["sqnr_db"] == pytest.approx(expected, abs=0.006)
+    assert found["scale"] == 1 / scale_inv.item() and found["sqnr_db"] == pytest.approx(
+        expected, abs=0.006
+    )
 
 
 def test_steps_between_samples_have_no_hooks(tmp_path):
@@ -200,11 +219,15 @@ def test_non_finite_values_give_no_healthy_figure(backend, tmp_path, caplog):
     assert [values["fp8/not_finite"] for at, values in sampled if at < 4] == [0, 0]
     spoiled = dict(sampled)[4]
     assert spoiled["fp8/not_finite"] >= 3
-    assert all(math.isnan(spoiled[f"fp8/{name}"]) for name in ("worst_sqnr", "saturated", "flushed"))
+    assert all(
+        math.isnan(spoiled[f"fp8/{name}"]) for name in ("worst_sqnr", "saturated", "flushed")
+    )
     read = samples.read_samples(tmp_path / "file")
     assert next(iter(read.not_finite)) == 4 and read.not_finite[4][0] == "down input"
     entry = read.records[2]["tensors"]["down"]["grad_output"]
-    assert [entry[key] for key in ("amax", "saturated", "flushed", "sqnr_db", "binades")] == [None] * 4 + [[]]
+    assert [entry[key] for key in ("amax", "saturated", "flushed", "sqnr_db", "binades")] == [
+        None
+    ] * 4 + [[]]
     assert "step 4: inf or NaN: " in caplog.text and ", first down input" in caplog.text
 
 
@@ -241,7 +264,9 @@ def test_latest_recipe_sets_the_sampling(tmp_path):
     fp8_backends.prepare(model, optimizer, {"backend": "native:dynamic", **fields})
     for seed in range(4):
         step(model, optimizer, seed)
-    assert [list(record["tensors"]) for record in records(tmp_path / "second")] == [["up", "down"]] * 2
+    assert [list(record["tensors"]) for record in records(tmp_path / "second")] == [
+        ["up", "down"]
+    ] * 2
     fp8_backends.prepare(model, optimizer, "native:dynamic")
     for seed in range(4):
         step(model, optimizer, seed)
@@ -271,14 +296,22 @@ class Planted(nn.Module):
         return self.out(self.down(nn.functional.softplus(self.up(x))))
 
 
-@pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise", "native:delayed", "msamp:O3"])
+@pytest.mark.parametrize(
+    "backend", ["native:dynamic", "native:rowwise", "native:delayed", "msamp:O3"]
+)
 def test_a_layer_that_loses_of_its_sums_is_named(backend, tmp_path, caplog):
-    """Fast accumulation on Hopper makes long positive sums too small; parts in FP32 lose almost nothing."""
+    """Fast accumulation on Hopper makes long positive sums too small; parts in FP32 lose almost
+    nothing."""
     found = {}
     for fast in (True, ["down"]):
         torch.manual_seed(0)
         model, file = Planted(), tmp_path / str(fast)
-        fields = {"monitor_every": 1, "monitor_file": str(file), "fast_accumulation": fast, "sums": "h100"}
+        fields = {
+            "monitor_every": 1,
+            "monitor_file": str(file),
+            "fast_accumulation": fast,
+            "sums": "h100",
+        }
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer = fp8_backends.prepare(model, optimizer, {"backend": backend, **fields})
         with caplog.at_level(logging.WARNING, "fp8_backends"):
@@ -304,18 +337,30 @@ def test_sum_lost_describes_the_sums_of_the_layer(tmp_path):
         model = nn.Sequential(layer)
         fields = {"monitor_every": 1, "monitor_file": str(tmp_path / sums), "sums": sums}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        model, optimizer = fp8_backends.prepare(model, optimizer, {"backend": "native:dynamic", **fields})
+        model, optimizer = fp8_backends.prepare(
+            model, optimizer, {"backend": "native:dynamic", **fields}
+        )
         for seed in range(2):
-            outputs[sums] = model(torch.rand(8, 2048, generator=torch.Generator().manual_seed(seed)))
+            outputs[sums] = model(
+                torch.rand(8, 2048, generator=torch.Generator().manual_seed(seed))
+            )
             outputs[sums].sum().backward()
             optimizer.step()
     lost = [records(tmp_path / sums)[0]["tensors"]["0"]["input"]["sum_lost"] for sums in outputs]
-    assert lost[0] == lost[1] == pytest.approx(1 - (outputs["h100"].sum() / outputs["exact"].sum()).item(), abs=2e-6)
+    assert (
+        lost[0]
+        == lost[1]
+        == pytest.approx(1 - (outputs["h100"].sum() / outputs["exact"].sum()).item(), abs=2e-6)
+    )
 
 
 @pytest.mark.parametrize(
     "spec",
-    ["native:blockwise", "ao", {"backend": "native", "override_linear_precision": (True, False, False)}],
+    [
+        "native:blockwise",
+        "ao",
+        {"backend": "native", "override_linear_precision": (True, False, False)},
+    ],
     ids=["blocks", "ao", "fprop_in_high_precision"],
 )
 def test_other_products_have_no_figure_of_sums(spec, tmp_path):
@@ -365,17 +410,31 @@ class Tracker(GeneralTracker):
 
 def test_trackers_get_a_summary(tmp_path):
     recipe = fp8_backends.FP8RecipeKwargs(
-        backend="native:dynamic", monitor_every=2, monitor_file=tmp_path / "file", autocast_dtype="fp32"
+        backend="native:dynamic",
+        monitor_every=2,
+        monitor_file=tmp_path / "file",
+        autocast_dtype="fp32",
     )
     tracker = Tracker()
-    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], log_with=tracker, cpu=True)
+    accelerator = Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[recipe], log_with=tracker, cpu=True
+    )
     accelerator.init_trackers("run")
     model = Net()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     for seed in range(2):
         step(model, optimizer, seed)
     ((values, at),) = tracker.logged
-    names = ("share", "worst_sqnr", "saturated", "flushed", "sum_lost", "not_finite", "sqnr/up", "sqnr/down")
+    names = (
+        "share",
+        "worst_sqnr",
+        "saturated",
+        "flushed",
+        "sum_lost",
+        "not_finite",
+        "sqnr/up",
+        "sqnr/down",
+    )
     assert at == 2 and values.keys() == {f"fp8/{name}" for name in names}
     (record,) = records(tmp_path / "file")
     sqnr = [entry["sqnr_db"] for found in record["tensors"].values() for entry in found.values()]

@@ -1,4 +1,5 @@
-"""`schedule`: other recipes from given optimizer steps on. The oracle is a model restored and prepared by hand."""
+"""`schedule`: other recipes from given optimizer steps on. The oracle is a model restored and
+prepared by hand."""
 
 import copy
 
@@ -38,7 +39,9 @@ def prepared(spec, model: nn.Module | None = None) -> tuple[nn.Module, torch.opt
     return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), spec)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
+) -> list[float]:
     losses = []
     for step in range(first, first + steps):
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
@@ -51,7 +54,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first:
     return losses
 
 
-@pytest.mark.parametrize("backend", ["native:dynamic", "native:delayed", "native:mxfp8", "ao:tensorwise"])
+@pytest.mark.parametrize(
+    "backend", ["native:dynamic", "native:delayed", "native:mxfp8", "ao:tensorwise"]
+)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_bf16_phase_equals_a_restored_model(backend, compiled):
     torch._dynamo.reset()  # other tests of the process count for its limit of recompilations
@@ -68,7 +73,9 @@ def test_bf16_phase_equals_a_restored_model(backend, compiled):
 
 @pytest.mark.parametrize("base", ["native:dynamic", "native:delayed", "native:window"])
 def test_another_rule_equals_a_model_prepared_again(base):
-    model, optimizer = prepared({"backend": base, "schedule": f"2=native:rowwise, 4={base}"}, SharedInput())
+    model, optimizer = prepared(
+        {"backend": base, "schedule": f"2=native:rowwise, 4={base}"}, SharedInput()
+    )
     by_hand, its_optimizer = prepared(base, SharedInput())
     losses = train(by_hand, its_optimizer, 2)
     for first, backend in ((2, "native:rowwise"), (4, base)):
@@ -80,7 +87,10 @@ def test_another_rule_equals_a_model_prepared_again(base):
 
 
 def test_model_prepared_on_meta_has_the_scales_of_a_later_phase():
-    spec = {"backend": "native:delayed", "schedule": {0: "native:rowwise", 2: "native:delayed", 4: "bf16"}}
+    spec = {
+        "backend": "native:delayed",
+        "schedule": {0: "native:rowwise", 2: "native:delayed", 4: "bf16"},
+    }
     with torch.device("meta"):
         model = fresh()
     fp8_backends.prepare(model, None, spec)
@@ -91,14 +101,18 @@ def test_model_prepared_on_meta_has_the_scales_of_a_later_phase():
 
 @pytest.mark.parametrize("backend", ["native:dynamic", "ao:tensorwise", "msamp:O2"])
 @pytest.mark.parametrize(("optimizers", "microbatches"), [(1, 2), (2, 1), (2, 2)])
-def test_proof_waits_with_several_optimizers_and_microbatches(backend, optimizers, microbatches, capsys):
+def test_proof_waits_with_several_optimizers_and_microbatches(
+    backend, optimizers, microbatches, capsys
+):
     model = SharedInput()
     parts = [[*model.first.parameters()], [*model.left.parameters(), *model.right.parameters()]]
     parts = parts if optimizers == 2 else [sum(parts, [])]
     stepping = [torch.optim.AdamW(part, 1e-2) for part in parts]
     rule = "native:window" if backend == "msamp:O2" else backend
     for optimizer in stepping:
-        fp8_backends.prepare(model, optimizer, {"backend": backend, "schedule": {0: "bf16", 2: rule, 4: "bf16"}})
+        fp8_backends.prepare(
+            model, optimizer, {"backend": backend, "schedule": {0: "bf16", 2: rule, 4: "bf16"}}
+        )
     for step in range(4):
         for _ in range(microbatches):
             with torch.autocast("cpu", torch.bfloat16):
@@ -106,7 +120,9 @@ def test_proof_waits_with_several_optimizers_and_microbatches(backend, optimizer
         for optimizer in stepping:
             optimizer.step()
             optimizer.zero_grad()
-        is_proven = "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad" in capsys.readouterr().err
+        is_proven = (
+            "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad" in capsys.readouterr().err
+        )
         assert is_proven == (step == 2)
 
 
@@ -122,7 +138,9 @@ def test_warm_up_in_bf16_delays_the_proof_and_is_logged(capsys):
     assert "native:dynamic: 1/1 Linear, 1/1 Conv1D, " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("backend", ["native:dynamic", "native:delayed", "ao", "msamp:O2", "msamp:O4"])
+@pytest.mark.parametrize(
+    "backend", ["native:dynamic", "native:delayed", "ao", "msamp:O2", "msamp:O4"]
+)
 @pytest.mark.parametrize("saved_at", [2, 4])
 def test_resume_across_a_change_is_exact(backend, saved_at):
     spec = {"backend": backend, "schedule": {3: "bf16", 5: resolve(backend).name.partition("+")[0]}}
@@ -136,14 +154,19 @@ def test_resume_across_a_change_is_exact(backend, saved_at):
     resumed.load_state_dict(saved[0])
     its_optimizer.load_state_dict(saved[1])
     assert train(resumed, its_optimizer, 7 - saved_at, first=saved_at) == losses
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["native:delayed", "native:window", "msamp:O2"])
 def test_every_phase_resumes_in_a_new_and_in_a_running_model(base):
     rule = "native:window" if base == "msamp:O2" else base
-    spec = {"backend": base, "schedule": {0: "bf16", 1: rule, 2: "native:rowwise", 3: "bf16", 4: rule}}
+    spec = {
+        "backend": base,
+        "schedule": {0: "bf16", 1: rule, 2: "native:rowwise", 3: "bf16", 4: rule},
+    }
     model, optimizer = prepared(spec, SharedInput())
     states, losses = {}, []
     for step in range(5):
@@ -154,7 +177,8 @@ def test_every_phase_resumes_in_a_new_and_in_a_running_model(base):
     for saved_at in (0, 4, 2, 3, 1):
         for resumed, its_optimizer in (prepared(spec, SharedInput()), running):
             resumed.load_state_dict(states[saved_at][0])
-            its_optimizer.load_state_dict(copy.deepcopy(states[saved_at][1]))  # it steps the tensors that it is given
+            # it steps the tensors that it is given
+            its_optimizer.load_state_dict(copy.deepcopy(states[saved_at][1]))
             assert train(resumed, its_optimizer, 5 - saved_at, first=saved_at) == losses[saved_at:]
 
 
@@ -164,7 +188,9 @@ def test_lost_states_of_a_phase_are_reported():
     train(model, optimizer, 1)
     saved = optimizer.state_dict()
     saved["fp8_scaling"]["tensors"].clear()
-    with pytest.raises(FP8BackendError, match="names native:window but has no scaling state: it is incomplete"):
+    with pytest.raises(
+        FP8BackendError, match="names native:window but has no scaling state: it is incomplete"
+    ):
         prepared(spec)[1].load_state_dict(saved)
 
 
@@ -214,12 +240,24 @@ def test_checkpoint_without_a_count_is_reported(caplog):
 
 def test_layers_keep_their_own_rule_outside_of_bf16():
     fields = {"backend": "native:dynamic", "layers": {"0": "native:mxfp8"}}
-    model, optimizer = prepared({**fields, "schedule": {1: "native:rowwise", 2: "bf16", 3: "native:dynamic"}})
+    model, optimizer = prepared(
+        {**fields, "schedule": {1: "native:rowwise", 2: "bf16", 3: "native:dynamic"}}
+    )
     rules = []
     for step in range(3):
         train(model, optimizer, 1, first=step)
-        rules.append([model[0].fp8_rule.scaling, model[2].fp8_rule.scaling, all(model[0].fp8_rule.high_precision)])
-    assert rules == [["mxfp8", "rowwise", False], ["mxfp8", "dynamic", True], ["mxfp8", "dynamic", False]]
+        rules.append(
+            [
+                model[0].fp8_rule.scaling,
+                model[2].fp8_rule.scaling,
+                all(model[0].fp8_rule.high_precision),
+            ]
+        )
+    assert rules == [
+        ["mxfp8", "rowwise", False],
+        ["mxfp8", "dynamic", True],
+        ["mxfp8", "dynamic", False],
+    ]
 
 
 def test_trainer_knows_the_share_of_its_steps(tmp_path, capsys):
@@ -227,7 +265,12 @@ def test_trainer_knows_the_share_of_its_steps(tmp_path, capsys):
     from accelerate import Accelerator  # noqa: F401, the plug-in is connected by its import
 
     data = [{"input_ids": torch.arange(8) % 32, "labels": torch.arange(8) % 32}] * 8
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **shape))
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=2, use_cpu=True, report_to=[],
@@ -245,7 +288,10 @@ def test_trainer_knows_the_share_of_its_steps(tmp_path, capsys):
     ("fields", "said"),
     [
         ({"schedule": {}}, "must be a mapping such as"),
-        ({"schedule": {"steps": 10}}, "must have its starts as steps, 100, or as shares of training"),
+        (
+            {"schedule": {"steps": 10}},
+            "must have its starts as steps, 100, or as shares of training",
+        ),
         ({"schedule": {0.5: "bf16", 100: "native"}}, "one kind"),
         ({"schedule": {-1: "bf16"}}, "whole number of at least 0"),
         ({"schedule": {1.5: "bf16"}}, "whole number"),
@@ -254,16 +300,34 @@ def test_trainer_knows_the_share_of_its_steps(tmp_path, capsys):
         ({"schedule": {5: "ao"}}, "native:dynamic cannot change to ao in a run"),
         ({"schedule": {5: "native:delayed"}}, "native:delayed is no rule of a phase alone"),
         ({"schedule": {5: "native:nvfp4"}}, "native:nvfp4 is no rule of a phase alone"),
-        ({"backend": "ao", "schedule": {5: "ao:rowwise"}}, "ao:tensorwise cannot change to ao:rowwise"),
-        ({"backend": "te", "schedule": {5: "te:dynamic"}}, "te:delayed cannot change to te:dynamic"),
-        ({"backend": "te+msamp:O2", "schedule": {5: "bf16"}}, "layers of te:delayed.msamp:O2 cannot change in a run"),
+        (
+            {"backend": "ao", "schedule": {5: "ao:rowwise"}},
+            "ao:tensorwise cannot change to ao:rowwise",
+        ),
+        (
+            {"backend": "te", "schedule": {5: "te:dynamic"}},
+            "te:delayed cannot change to te:dynamic",
+        ),
+        (
+            {"backend": "te+msamp:O2", "schedule": {5: "bf16"}},
+            "layers of te:delayed.msamp:O2 cannot change in a run",
+        ),
         (
             {"backend": "native+msamp:O2", "layers": {"a": "te:dynamic"}, "schedule": {5: "bf16"}},
             "layers of te:dynamic.msamp:O2 cannot change in a run",
         ),
-        ({"schedule": {5: "bf16"}, "fused_head": True}, "schedule and fused_head do not go together"),
-        ({"backend": "msamp:O2", "schedule": {5: "bf16"}, "enable_fsdp_float8_all_gather": True}, "do not go together"),
-        ({"backend": "ao", "schedule": {5: "bf16"}, "enable_fsdp_float8_all_gather": True}, "layers of ao:tensorwise"),
+        (
+            {"schedule": {5: "bf16"}, "fused_head": True},
+            "schedule and fused_head do not go together",
+        ),
+        (
+            {"backend": "msamp:O2", "schedule": {5: "bf16"}, "enable_fsdp_float8_all_gather": True},
+            "do not go together",
+        ),
+        (
+            {"backend": "ao", "schedule": {5: "bf16"}, "enable_fsdp_float8_all_gather": True},
+            "layers of ao:tensorwise",
+        ),
     ],
 )
 def test_contradictory_schedules_are_refused_by_name(fields, said):
@@ -277,4 +341,8 @@ def test_share_of_an_unknown_number_of_steps_is_refused_before_anything_changes(
         prepared({"backend": "native", "schedule": {0.9: "bf16"}}, model)
     assert type(model[0]) is nn.Linear
     schedule = resolve({"backend": "native", "schedule": "0.9=bf16, steps=10"}).schedule
-    assert schedule == {0.9: "bf16", "steps": 10} == resolve({"backend": "native", "schedule": schedule}).schedule
+    assert (
+        schedule
+        == {0.9: "bf16", "steps": 10}
+        == resolve({"backend": "native", "schedule": schedule}).schedule
+    )

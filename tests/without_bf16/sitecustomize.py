@@ -1,8 +1,9 @@
 """Imitate a CPU without bf16 products: `PYTHONPATH=tests/without_bf16 python …`.
 
-Python imports this module at its start, in every process that inherits the variable. PyTorch then computes with AVX2
-and without oneDNN, and its bf16 products take the same loops as on a CPU without bf16 instructions. FP32 products stay
-unchanged: MKL chooses on its own. Inductor gets a separate cache, since its keys ignore these instructions.
+Python imports this module at its start, in every process that inherits the variable. PyTorch then
+computes with AVX2 and without oneDNN, and its bf16 products take the same loops as on a CPU without
+bf16 instructions. FP32 products stay unchanged: MKL chooses on its own. Inductor gets a separate
+cache, since its keys ignore these instructions.
 """
 
 import getpass

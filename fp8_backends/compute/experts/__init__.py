@@ -1,10 +1,12 @@
-"""Run mixtures of experts in `transformers` through its registries of expert functions and of exchanges of tokens.
+"""Run mixtures of experts in `transformers` through its registries of expert functions and of
+exchanges of tokens.
 
-The weights of a block's experts are 3-D Parameters of one module, `gate_up_proj` (or `up_proj`) and `down_proj`; class
-attributes describe their layout. The module's forward calls the function named by its configuration
-(`_experts_implementation`); only converted modules name ours. Under expert parallelism the weight is a DTensor split by
-experts, and forward sees only this rank's: ids count from its first expert, and one past its last marks a foreign row.
-docs/experts.rst describes the numbers, and the bytes of an exchange with `activation_comm="fp8"`.
+The weights of a block's experts are 3-D Parameters of one module, `gate_up_proj` (or `up_proj`) and
+`down_proj`; class attributes describe their layout. The module's forward calls the function named
+by its configuration (`_experts_implementation`); only converted modules name ours. Under expert
+parallelism the weight is a DTensor split by experts, and forward sees only this rank's: ids count
+from its first expert, and one past its last marks a foreign row. docs/experts.rst describes the
+numbers, and the bytes of an exchange with `activation_comm="fp8"`.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def sizes_of(experts: nn.Module, part: str) -> tuple[int, int, int]:
 
 
 def own_experts(experts: nn.Module, part: str) -> slice:
-    """Return this rank's experts of the 3-D Parameter `part`: all without expert parallelism. Not available inside a
-    forward, where the Parameter is this rank's part."""
+    """Return this rank's experts of the 3-D Parameter `part`: all without expert parallelism. Not
+    available inside a forward, where the Parameter is this rank's part."""
     weight = experts._parameters[part]
     if not (is_expert_parallel(experts) and is_distributed(weight)):
         return slice(0, full_shape(weight)[0])
@@ -86,10 +88,12 @@ class ExpertWeight(nn.Module):
 
 
 class ExpertWeights(nn.ModuleDict):
-    """The converted weights of one experts module, by the Parameter's name; runs the module with them in FP8.
+    """The converted weights of one experts module, by the Parameter's name; runs the module with
+    them in FP8.
 
-    Tokens [tokens, hidden] go to the experts `top_k_index` [tokens, k], and the results are added with the weights
-    `top_k_weights` [tokens, k]. In high precision, and without tokens, the configuration's own function runs.
+    Tokens [tokens, hidden] go to the experts `top_k_index` [tokens, k], and the results are added
+    with the weights `top_k_weights` [tokens, k]. In high precision, and without tokens, the
+    configuration's own function runs.
     """
 
     def has_fp8_products(self, experts: nn.Module) -> bool:
@@ -97,19 +101,30 @@ class ExpertWeights(nn.ModuleDict):
         raise NotImplementedError
 
     def groups(self, ids: torch.Tensor, experts: int) -> Any:
-        """Prepare the products' groups from sorted `ids`, int64 [rows]; `experts` marks rows of other ranks."""
+        """Prepare the products' groups from sorted `ids`, int64 [rows]; `experts` marks rows of
+        other ranks."""
         raise NotImplementedError
 
     def product(
-        self, experts: nn.Module, part: str, x: torch.Tensor, groups: Any, out_dtype: torch.dtype, arrived=None
+        self,
+        experts: nn.Module,
+        part: str,
+        x: torch.Tensor,
+        groups: Any,
+        out_dtype: torch.dtype,
+        arrived=None,
     ) -> torch.Tensor:
-        """Return [rows, out] from sorted rows [rows, in], each with its expert's weight and bias, converted or not.
-        `arrived`: the `Quantized` x for fprop, if another rank sent it."""
+        """Return [rows, out] from sorted rows [rows, in], each with its expert's weight and bias,
+        converted or not. `arrived`: the `Quantized` x for fprop, if another rank sent it."""
         raise NotImplementedError
 
     def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
         in_fp8, has_tokens = self.runs_in_fp8(experts, hidden_states), hidden_states.numel() > 0
-        if in_fp8 and not has_tokens and any(isinstance(weight, GatheredCodes) for weight in experts.parameters()):
+        if (
+            in_fp8
+            and not has_tokens
+            and any(isinstance(weight, GatheredCodes) for weight in experts.parameters())
+        ):
             shape = hidden_states.shape[-1], hidden_states.dtype
             return WithoutTokens.apply(hidden_states, *shape, *experts.parameters())
         if not in_fp8 or not has_tokens:
@@ -125,14 +140,18 @@ class ExpertWeights(nn.ModuleDict):
         arrived = self.codes_taken(hidden_states)
         if arrived is not None:
             rows = order // k  # `index_select` has no float8 kernel
-            arrived = Quantized(*(p.view(torch.uint8).index_select(0, rows).view(p.dtype) for p in arrived))
+            arrived = Quantized(
+                *(p.view(torch.uint8).index_select(0, rows).view(p.dtype) for p in arrived)
+            )
         y = _without(foreign, self.product(experts, first, x, groups, out_dtype, arrived))
         y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
         y = _without(foreign, self.product(experts, "down_proj", y, groups, out_dtype))
         if getattr(experts, "has_post_expert_norm", False):
             y = experts.post_expert_norm(y)
         y = y * top_k_weights.reshape(-1).index_select(0, order).unsqueeze(-1)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        back = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
         return y.index_select(0, back).view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
     def runs_in_fp8(self, experts: nn.Module, hidden_states: torch.Tensor) -> bool:
@@ -140,8 +159,8 @@ class ExpertWeights(nn.ModuleDict):
         return self.has_fp8_products(experts) and result_dtype(hidden_states) in COMPUTE_DTYPES
 
     def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
-        """Return the blocks for tokens [tokens, hidden] to travel in as codes: the first product's, or `ROWS` if it has
-        one scale for a tensor. None if it does not run in FP8 now."""
+        """Return the blocks for tokens [tokens, hidden] to travel in as codes: the first product's,
+        or `ROWS` if it has one scale for a tensor. None if it does not run in FP8 now."""
         return None
 
     def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
@@ -173,8 +192,9 @@ def _without(foreign: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertsConfig:
-    """The configuration of a converted experts module: the model's own except for the experts' function. A separate
-    object, since other modules share the model's, and this module must ignore later changes of the function."""
+    """The configuration of a converted experts module: the model's own except for the experts'
+    function. A separate object, since other modules share the model's, and this module must ignore
+    later changes of the function."""
 
     _experts_implementation = NAME
 
@@ -188,7 +208,8 @@ class ExpertsConfig:
 
 
 def obstacle(experts: nn.Module, part: str) -> str | None:
-    """Return the reason why this 3-D Parameter cannot run through the registry with any backend, or None."""
+    """Return the reason why this 3-D Parameter cannot run through the registry with any backend, or
+    None."""
     weight = experts._parameters[part]
     if part_layer(experts, part) is not None:
         return None
@@ -220,11 +241,18 @@ def misfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
 
 
 def _parts(experts: nn.Module) -> tuple[str, ...]:
-    """Name the weights that the registry's functions multiply by; none for an unregistered class."""
-    registered = hasattr(type(experts), "_apply_gate") and hasattr(type(experts).forward, "__wrapped__")
+    """Name the weights that the registry's functions multiply by; none for an unregistered
+    class."""
+    registered = hasattr(type(experts), "_apply_gate") and hasattr(
+        type(experts).forward, "__wrapped__"
+    )
     # every version of the registry sets these attributes
     declared = all(hasattr(experts, name) for name in ("config", "has_bias", "is_transposed"))
-    return (first_weight(experts), "down_proj") if registered and declared and _registry() is not None else ()
+    return (
+        (first_weight(experts), "down_proj")
+        if registered and declared and _registry() is not None
+        else ()
+    )
 
 
 def first_weight(experts: nn.Module) -> str:
@@ -233,25 +261,30 @@ def first_weight(experts: nn.Module) -> str:
 
 
 def is_expert_parallel(experts: nn.Module) -> bool:
-    """Return True if each rank of a mesh has other experts, and ids count from this rank's first."""
+    """Return True if each rank of a mesh has other experts, and ids count from this rank's
+    first."""
     return getattr(experts, "_is_expert_parallel", False)
 
 
 def own_part(experts: nn.Module, name: str) -> torch.Tensor:
-    """Return this rank's part of a Parameter in forward, differentiable; only a shard by hand is a DTensor."""
+    """Return this rank's part of a Parameter in forward, differentiable; only a shard by hand is a
+    DTensor."""
     parameter = getattr(experts, name)
     return parameter.to_local() if is_distributed(parameter) else parameter
 
 
 def has_gate(experts: nn.Module) -> bool:
-    """Return True if the first product computes a gate too; always, if the registry does not tell."""
+    """Return True if the first product computes a gate too; always, if the registry does not
+    tell."""
     return getattr(experts, "has_gate", True)
 
 
 def function_before(experts: nn.Module) -> Callable:
     """Return the function of this module before its conversion."""
     default = type(experts).forward.__wrapped__
-    config = experts.config.original if isinstance(experts.config, ExpertsConfig) else experts.config
+    config = (
+        experts.config.original if isinstance(experts.config, ExpertsConfig) else experts.config
+    )
     name = config._experts_implementation
     return default if name in (None, NAME) else _registry().get(name, default)
 
@@ -264,7 +297,8 @@ def _run(experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch
 
 
 def _registry():
-    """Return transformers' registry without importing it: an unimported transformers has no experts."""
+    """Return transformers' registry without importing it: an unimported transformers has no
+    experts."""
     module = sys.modules.get("transformers.integrations.moe")
     return getattr(module, "ALL_EXPERTS_FUNCTIONS", None)
 
@@ -281,7 +315,8 @@ _EXCHANGES = (_PARENT, "AutoEP")
 
 
 def install_exchange(experts: nn.Module) -> None:
-    """Let tokens between ranks travel in FP8, if transformers exchanges them. Raises for another exchange."""
+    """Let tokens between ranks travel in FP8, if transformers exchanges them. Raises for another
+    exchange."""
     before = experts.__dict__.get("forward")
     implementation = exchange_of(before)
     if implementation is None or isinstance(implementation, FP8AllToAll):
@@ -289,7 +324,9 @@ def install_exchange(experts: nn.Module) -> None:
     _parallelism().EPImplementationInterface.register(NAME, _implementation())
     del experts.forward
     style = _parallelism().ALL_PARALLEL_STYLES["ep_dispatch_experts"]
-    style.install_forward(experts, implementation.ep_mesh, tp_mesh=implementation.tp_mesh, ep_implementation=NAME)
+    style.install_forward(
+        experts, implementation.ep_mesh, tp_mesh=implementation.tp_mesh, ep_implementation=NAME
+    )
     installed = exchange_of(experts.forward)
     installed.plain, installed.before = implementation, before
 
@@ -300,12 +337,15 @@ def _parallelism() -> Any:
 
 
 def exchange_of(forward: Any) -> Any:
-    """Return transformers' exchange of tokens in an experts module's forward; None for any other forward."""
+    """Return transformers' exchange of tokens in an experts module's forward; None for any other
+    forward."""
     code = getattr(forward, "__code__", None)
     if _parallelism() is None or code is None or "implementation" not in code.co_freevars:
         return None
     implementation = forward.__closure__[code.co_freevars.index("implementation")].cell_contents
-    exchanges = tuple(getattr(_parallelism(), name) for name in _EXCHANGES if hasattr(_parallelism(), name))
+    exchanges = tuple(
+        getattr(_parallelism(), name) for name in _EXCHANGES if hasattr(_parallelism(), name)
+    )
     return implementation if isinstance(implementation, exchanges) else None
 
 
@@ -318,15 +358,17 @@ def _implementation() -> type:
     has_methods = all(hasattr(parent, name) for name in ("_dispatch_tokens", "_combine_tokens"))
     if not has_methods or state is None or not fields <= set(state._fields):
         raise FP8BackendError(
-            f'activation_comm="fp8" needs the exchange of tokens as transformers 5.23 has it ({_PARENT}), and this '
-            f'version has another: use activation_comm="plain", or a version of transformers that this package is '
-            f"tested with"
+            'activation_comm="fp8" needs the exchange of tokens as transformers 5.23 has it '
+            f'({_PARENT}), and this version has another: use activation_comm="plain", or a version '
+            "of transformers that this package is "
+            "tested with"
         )
     return type("FP8AllToAllEP", (FP8AllToAll, parent), {"__doc__": FP8AllToAll.__doc__})
 
 
 class FP8AllToAll:
-    """transformers' exchange of tokens by all-to-all, as FP8 codes with scales, or without FP8 products as before."""
+    """transformers' exchange of tokens by all-to-all, as FP8 codes with scales, or without FP8
+    products as before."""
 
     before = None
     """The replaced forward of the module."""
@@ -350,28 +392,41 @@ class FP8AllToAll:
         with torch.no_grad():
             sent = quantize_blocks(hidden_states, blocks, E4M3, columns=False)
         scales_dtype = sent.scale_inv.dtype
-        message = torch.cat([part.contiguous().view(torch.uint8) for part in (sent.codes, sent.scale_inv)], 1)
+        message = torch.cat(
+            [part.contiguous().view(torch.uint8) for part in (sent.codes, sent.scale_inv)], 1
+        )
         message, ids, ones, state = super()._dispatch_tokens(message, top_k_index, top_k_weights)
         codes, scales = (part.contiguous() for part in message.tensor_split([columns], 1))
         arrived = Quantized(codes.view(E4M3.dtype), scales.view(scales_dtype))
         sent_state = state._replace(top_k_weights=state.top_k_weights.detach())
-        tokens = _Arrived.apply(hidden_states, self, sent_state, _wire_dtype(hidden_states), blocks, *arrived)
+        tokens = _Arrived.apply(
+            hidden_states, self, sent_state, _wire_dtype(hidden_states), blocks, *arrived
+        )
         weights.take_codes(tokens, arrived)
         return tokens, ids, ones.to(tokens.dtype), state
 
-    def gradients_back(self, state, wire_dtype: torch.dtype, gradient: torch.Tensor) -> torch.Tensor:
+    def gradients_back(
+        self, state, wire_dtype: torch.dtype, gradient: torch.Tensor
+    ) -> torch.Tensor:
         """Return the gradients of sent tokens from the gradients of arrived tokens."""
-        (rows, visited), columns, dtype = state.top_k_weights.shape, gradient.shape[1], gradient.dtype
+        (rows, visited), columns, dtype = (
+            state.top_k_weights.shape,
+            gradient.shape[1],
+            gradient.dtype,
+        )
         gradient = gradient.to(wire_dtype).contiguous()
         pairs = gradient.new_empty(sum(state.send_sizes), columns)
         group = self.ep_mesh.get_group()
         dist.all_to_all_single(pairs, gradient, state.send_sizes, state.recv_sizes, group=group)
-        tokens = gradient.new_zeros(rows, columns, dtype=dtype).index_add_(0, state.order // visited, pairs.to(dtype))
+        tokens = gradient.new_zeros(rows, columns, dtype=dtype).index_add_(
+            0, state.order // visited, pairs.to(dtype)
+        )
         if self.tp_mesh.size() == 1:
             return tokens
         from torch.distributed.tensor import DTensor, Shard
 
-        whole = {"shape": (state.num_tokens, columns), "stride": (columns, 1)}  # each rank has sent its part
+        # each rank has sent its part
+        whole = {"shape": (state.num_tokens, columns), "stride": (columns, 1)}
         return DTensor.from_local(tokens, self.tp_mesh, [Shard(0)], **whole).full_tensor()
 
     def _combine_tokens(self, expert_output, state):
@@ -388,7 +443,12 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_states, exchange, state, wire_dtype, blocks, codes, scale_inv):
-        ctx.exchange, ctx.state, ctx.wire_dtype, dtype = exchange, state, wire_dtype, hidden_states.dtype
+        ctx.exchange, ctx.state, ctx.wire_dtype, dtype = (
+            exchange,
+            state,
+            wire_dtype,
+            hidden_states.dtype,
+        )
         exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         return dequantize_blocks(Quantized(codes, scale_inv), blocks, exact).to(dtype)
 
@@ -399,5 +459,6 @@ class _Arrived(torch.autograd.Function):
 
 
 def _wire_dtype(values: torch.Tensor) -> torch.dtype:
-    """Return the dtype of results and gradients on the wire: bf16 if products return it, else their own."""
+    """Return the dtype of results and gradients on the wire: bf16 if products return it, else their
+    own."""
     return torch.bfloat16 if result_dtype(values) == torch.bfloat16 else values.dtype

@@ -1,7 +1,8 @@
-"""Quantize groups of rows in one matrix, and the weights of many experts: each group like a tensor of its own.
+"""Quantize groups of rows in one matrix, and the weights of many experts: each group like a tensor
+of its own.
 
-Two implementations give the same bits: Triton kernels on a GPU, for all groups in two launches (compiled code calls
-them as one operator), and plain operations on all groups at once elsewhere.
+Two implementations give the same bits: Triton kernels on a GPU, for all groups in two launches
+(compiled code calls them as one operator), and plain operations on all groups at once elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from ...kernels.quantize import cast, quantize_blocks, quantize_rows
 from ...kernels.triton_gate import is_eager, usable
 from ..native.layer_rule import ALONG_CONTRACTION, LayerRule, Split, Stored
 from ..products import ALIGNMENT, pad, row_major
-from .grouped_products import READS_SIZES, Groups, block_places, has_places, pad_scales, rows_of_groups
+from .grouped_products import (
+    READS_SIZES,
+    Groups,
+    block_places,
+    has_places,
+    pad_scales,
+    rows_of_groups,
+)
 
 
 def quantize_groups(
@@ -41,15 +49,19 @@ def quantize_groups(
     lines: bool = False,
     split: Split | None = None,
 ) -> Layouts:
-    """Quantize x [rows, columns] with one scale for the rows of each group (FP32 [groups]; None: from the amaxes), or,
-    for `lines`, one for each row, and in `transposed` one for each column of each group.
+    """Quantize x [rows, columns] with one scale for the rows of each group (FP32 [groups]; None:
+    from the amaxes), or, for `lines`, one for each row, and in `transposed` one for each column of
+    each group.
 
-    Returns codes [places, columns] and scale_inv [places] if `rows`; transposed [columns, places] and
-    transposed_scale_inv [groups, columns] if `columns`, which may be padded. amax, without `lines`: FP32 [groups], NaN
-    ignored, 0 for a group without rows. `split`: the cut of the columns over ranks, for scales of whole rows.
+    Returns codes [places, columns] and scale_inv [places] if `rows`; transposed [columns, places]
+    and transposed_scale_inv [groups, columns] if `columns`, which may be padded. amax, without
+    `lines`: FP32 [groups], NaN ignored, 0 for a group without rows. `split`: the cut of the columns
+    over ranks, for scales of whole rows.
     """
     if split is not None and lines:
-        layouts = quantize_groups(x, groups, fmt, None, False, True, lines) if columns else Layouts()
+        layouts = (
+            quantize_groups(x, groups, fmt, None, False, True, lines) if columns else Layouts()
+        )
         if rows:
             by_rows = rows_as_operand(quantize_rows(x, fmt, split.agreed(ROWS.amax(x))), groups)
             layouts = layouts._replace(codes=by_rows.codes, scale_inv=by_rows.scale_inv)
@@ -62,7 +74,9 @@ def quantize_groups(
         operands = x, groups.owners, groups.sources, len(groups.ends), fmt, scale
         return triton_groups.quantize_groups(*operands, rows, columns, lines=lines)
     if _is_traced(x):
-        parts = torch.ops.fp8_backends.quantize_groups(x, *groups, fmt.dtype, scale, rows, columns, lines)
+        parts = torch.ops.fp8_backends.quantize_groups(
+            x, *groups, fmt.dtype, scale, rows, columns, lines
+        )
         return _from_list(parts, rows, columns, not lines)
     return _placed(groups, *_quantize_plainly(x, groups, fmt, scale, rows, columns, lines))
 
@@ -77,12 +91,14 @@ def quantize_experts(
     lines: bool = False,
     split: Split | None = None,
 ) -> Layouts:
-    """Quantize a weight [experts, rows, columns] as `quantize_groups` does groups: codes [experts, rows, columns] and
-    scale_inv [experts, rows]; transposed [experts, columns, rows] and transposed_scale_inv [experts, columns]; rows and
-    columns may be padded. amax, without `lines`: FP32 [experts].
+    """Quantize a weight [experts, rows, columns] as `quantize_groups` does groups: codes [experts,
+    rows, columns] and scale_inv [experts, rows]; transposed [experts, columns, rows] and
+    transposed_scale_inv [experts, columns]; rows and columns may be padded. amax, without `lines`:
+    FP32 [experts].
 
-    With `stored_scale_inv` (FP32, 0-dimensional, a power of two), scale, scale_inv and amax belong to the values
-    `weight * stored_scale_inv`. `split`: the cut of each matrix over ranks, for scales of the whole.
+    With `stored_scale_inv` (FP32, 0-dimensional, a power of two), scale, scale_inv and amax belong
+    to the values `weight * stored_scale_inv`. `split`: the cut of each matrix over ranks, for
+    scales of the whole.
     """
     if split is not None and lines:
         layouts = _quantize_expert_parts(weight, fmt, rows, columns, split)
@@ -94,21 +110,28 @@ def quantize_experts(
     if stored_scale_inv is None:
         return layouts
     # with a power of two the codes of data and values are the same
-    scales = {name: getattr(layouts, name) for name in ("scale_inv", "transposed_scale_inv", "amax")}
-    return layouts._replace(**{name: s * stored_scale_inv for name, s in scales.items() if s is not None})
+    scales = {
+        name: getattr(layouts, name) for name in ("scale_inv", "transposed_scale_inv", "amax")
+    }
+    return layouts._replace(
+        **{name: s * stored_scale_inv for name, s in scales.items() if s is not None}
+    )
 
 
 def codes_of_experts(codes: torch.Tensor, scale_inv: torch.Tensor) -> Layouts:
-    """Return views of a weight in FP8, [experts, rows, columns]; products lay them out for their engine. scale_inv is
-    0-dimensional, or [experts, 1, 1], [experts, rows, 1] or [experts, 1, columns]: lines with several scales have no
-    layout."""
+    """Return views of a weight in FP8, [experts, rows, columns]; products lay them out for their
+    engine. scale_inv is 0-dimensional, or [experts, 1, 1], [experts, rows, 1] or [experts, 1,
+    columns]: lines with several scales have no layout."""
     experts, rows, columns = codes.shape
     scale_inv = scale_inv if scale_inv.dim() else scale_inv.repeat(experts, 1, 1)
     of_rows, of_columns = (None, None), (None, None)
     if scale_inv.shape[2] == 1:
         of_rows = codes, scale_inv.squeeze(2).repeat(1, rows // scale_inv.shape[1])
     if scale_inv.shape[1] == 1:
-        of_columns = codes.transpose(1, 2), scale_inv.squeeze(1).repeat(1, columns // scale_inv.shape[2])
+        of_columns = (
+            codes.transpose(1, 2),
+            scale_inv.squeeze(1).repeat(1, columns // scale_inv.shape[2]),
+        )
     return Layouts(*of_rows, *of_columns)
 
 
@@ -118,7 +141,12 @@ def rows_as_operand(x: Quantized, groups: Groups) -> Quantized:
 
 
 def _quantize_data(
-    weight: torch.Tensor, fmt: Format, scale: torch.Tensor | None, rows: bool, columns: bool, lines: bool
+    weight: torch.Tensor,
+    fmt: Format,
+    scale: torch.Tensor | None,
+    rows: bool,
+    columns: bool,
+    lines: bool,
 ) -> Layouts:
     """Quantize unscaled data, without a split."""
     if usable(weight):
@@ -126,24 +154,36 @@ def _quantize_data(
 
         return triton_groups.quantize_matrices(weight, fmt, scale, rows, columns, lines=lines)
     if _is_traced(weight):
-        parts = torch.ops.fp8_backends.quantize_experts(weight, fmt.dtype, scale, rows, columns, lines)
+        parts = torch.ops.fp8_backends.quantize_experts(
+            weight, fmt.dtype, scale, rows, columns, lines
+        )
         return _from_list(parts, rows, columns, not lines)
     experts, height, width = weight.shape
     every = torch.arange(experts, device=weight.device)
-    groups = Groups(every.repeat_interleave(height), every)  # products read the ends, casts only their number
-    by_rows, by_columns, amax = _quantize_plainly(weight.reshape(-1, width), groups, fmt, scale, rows, columns, lines)
+    # products read the ends, casts only their number
+    groups = Groups(every.repeat_interleave(height), every)
+    by_rows, by_columns, amax = _quantize_plainly(
+        weight.reshape(-1, width), groups, fmt, scale, rows, columns, lines
+    )
     if by_rows is not None:
-        by_rows = Quantized(by_rows.codes.view(weight.shape), by_rows.scale_inv.view(experts, height))
+        by_rows = Quantized(
+            by_rows.codes.view(weight.shape), by_rows.scale_inv.view(experts, height)
+        )
     if by_columns is not None:
         by_columns = by_columns._replace(codes=by_columns.codes.view(weight.shape).transpose(1, 2))
     return _padded(by_rows, by_columns, amax)
 
 
-def _quantize_expert_parts(weight: torch.Tensor, fmt: Format, rows: bool, columns: bool, split: Split) -> Layouts:
-    """Quantize by lines this rank's rows (`split.dim` 0) or columns (1); a line across ranks has one scale."""
+def _quantize_expert_parts(
+    weight: torch.Tensor, fmt: Format, rows: bool, columns: bool, split: Split
+) -> Layouts:
+    """Quantize by lines this rank's rows (`split.dim` 0) or columns (1); a line across ranks has
+    one scale."""
     is_cut_row = split.dim == 1
     cut, whole = (rows, columns) if is_cut_row else (columns, rows)
-    layouts = _quantize_data(weight, fmt, None, not is_cut_row, is_cut_row, True) if whole else Layouts()
+    layouts = (
+        _quantize_data(weight, fmt, None, not is_cut_row, is_cut_row, True) if whole else Layouts()
+    )
     if not cut:
         return layouts
     lines = weight if is_cut_row else weight.transpose(1, 2)
@@ -156,32 +196,52 @@ def _quantize_expert_parts(weight: torch.Tensor, fmt: Format, rows: bool, column
 
 
 def _quantize_plainly(
-    x: torch.Tensor, groups: Groups, fmt: Format, scale: torch.Tensor | None, rows: bool, columns: bool, lines: bool
+    x: torch.Tensor,
+    groups: Groups,
+    fmt: Format,
+    scale: torch.Tensor | None,
+    rows: bool,
+    columns: bool,
+    lines: bool,
 ) -> tuple[Quantized | None, Quantized | None, torch.Tensor | None]:
-    """Return codes [rows, columns] with scales of rows [rows], with scales of columns [groups, columns], and amaxes."""
+    """Return codes [rows, columns] with scales of rows [rows], with scales of columns [groups,
+    columns], and amaxes."""
     by_rows = by_columns = None
     if not lines:
         amax = amaxes_of_groups(x, groups)
         scale = scale_from_amax(amax, fmt) if scale is None else scale
-        codes, scale_inv = cast(x, scale.index_select(0, groups.ids).unsqueeze(1), fmt), scale_inv_of(scale, amax)
+        codes, scale_inv = (
+            cast(x, scale.index_select(0, groups.ids).unsqueeze(1), fmt),
+            scale_inv_of(scale, amax),
+        )
         by_rows = Quantized(codes, scale_inv.index_select(0, groups.ids)) if rows else None
-        by_columns = Quantized(codes, scale_inv.unsqueeze(1).repeat(1, codes.shape[1])) if columns else None
+        by_columns = (
+            Quantized(codes, scale_inv.unsqueeze(1).repeat(1, codes.shape[1])) if columns else None
+        )
         return by_rows, by_columns, amax
     if rows:
         codes, scale_inv, *_ = quantize_blocks(x, ROWS, fmt, columns=False)
         by_rows = Quantized(codes, scale_inv.squeeze(1))
     if columns:
         amax = x.new_zeros(groups.ends.shape[0], x.shape[1])
-        amax = amax.scatter_reduce(0, groups.ids.unsqueeze(1).expand_as(x), without_nan(x).abs_(), "amax").float()
+        amax = amax.scatter_reduce(
+            0, groups.ids.unsqueeze(1).expand_as(x), without_nan(x).abs_(), "amax"
+        ).float()
         scale = scale_from_amax(amax, fmt)
-        by_columns = Quantized(cast(x, scale.index_select(0, groups.ids), fmt), scale_inv_of(scale, amax))
+        by_columns = Quantized(
+            cast(x, scale.index_select(0, groups.ids), fmt), scale_inv_of(scale, amax)
+        )
     return by_rows, by_columns, None
 
 
 def _placed(
-    groups: Groups, by_rows: Quantized | None, by_columns: Quantized | None, amax: torch.Tensor | None = None
+    groups: Groups,
+    by_rows: Quantized | None,
+    by_columns: Quantized | None,
+    amax: torch.Tensor | None = None,
 ) -> Layouts:
-    """Lay out codes with scales of rows, and of the columns of groups: as views, or as the kernels do."""
+    """Lay out codes with scales of rows, and of the columns of groups: as views, or as the kernels
+    do."""
     if groups.places is None:
         by_columns = None if by_columns is None else by_columns._replace(codes=by_columns.codes.t())
     else:
@@ -195,7 +255,9 @@ def _placed(
     return Layouts(*by_rows or (None, None), *by_columns or (None, None), amax)
 
 
-def _padded(by_rows: Quantized | None, by_columns: Quantized | None, amax: torch.Tensor | None = None) -> Layouts:
+def _padded(
+    by_rows: Quantized | None, by_columns: Quantized | None, amax: torch.Tensor | None = None
+) -> Layouts:
     """Lay out codes of experts and of their transposes: as they are, or as the kernels do."""
     if has_places((by_rows or by_columns).codes):
         by_rows, by_columns = (
@@ -226,28 +288,47 @@ def _quantize_groups(
     lines: bool,
 ) -> list[torch.Tensor]:
     groups = Groups(ids, ends, places, place_ends, owners, sources)
-    return [p for p in quantize_groups(x, groups, FORMATS[dtype], scale, rows, columns, lines) if p is not None]
+    return [
+        p
+        for p in quantize_groups(x, groups, FORMATS[dtype], scale, rows, columns, lines)
+        if p is not None
+    ]
 
 
 @_quantize_groups.register_fake
-def _empty_groups(x, ids, ends, places, place_ends, owners, sources, dtype, scale, rows, columns, lines):
+def _empty_groups(
+    x, ids, ends, places, place_ends, owners, sources, dtype, scale, rows, columns, lines
+):
     return _empty(x, (len(owners),), x.shape[1], len(ends), dtype, rows, columns, lines)
 
 
 @torch.library.custom_op("fp8_backends::quantize_experts", mutates_args=())
 def _quantize_experts(
-    weight: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, rows: bool, columns: bool, lines: bool
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    rows: bool,
+    columns: bool,
+    lines: bool,
 ) -> list[torch.Tensor]:
-    return [p for p in quantize_experts(weight, FORMATS[dtype], scale, rows, columns, lines=lines) if p is not None]
+    return [
+        p
+        for p in quantize_experts(weight, FORMATS[dtype], scale, rows, columns, lines=lines)
+        if p is not None
+    ]
 
 
 @_quantize_experts.register_fake
 def _empty_experts(weight, dtype, scale, rows, columns, lines):
     experts, height, width = weight.shape
-    return _empty(weight, (experts, height + -height % ALIGNMENT), width, experts, dtype, rows, columns, lines)
+    return _empty(
+        weight, (experts, height + -height % ALIGNMENT), width, experts, dtype, rows, columns, lines
+    )
 
 
-def _empty(x, places, width: int, groups: int, dtype, rows: bool, columns: bool, lines: bool) -> list[torch.Tensor]:
+def _empty(
+    x, places, width: int, groups: int, dtype, rows: bool, columns: bool, lines: bool
+) -> list[torch.Tensor]:
     """Allocate the result of an operator. places: shape of the scales of rows."""
     width += -width % ALIGNMENT
     by_rows = [x.new_empty(*places, width, dtype=dtype), x.new_empty(places, dtype=torch.float32)]
@@ -267,26 +348,37 @@ def _from_list(parts: list[torch.Tensor], rows: bool, columns: bool, has_amax: b
 def quantize_groups_in_blocks(
     x: torch.Tensor, groups: Groups, rule: LayerRule, fmt: Format, rows: bool, columns: bool
 ) -> Layouts:
-    """Quantize x [rows, columns] in the rule's blocks. Blocks of wgrad start anew at each group: transposed [columns,
-    rows] has transposed_scale_inv [columns, at least all blocks], a group's at its `block_places`."""
+    """Quantize x [rows, columns] in the rule's blocks. Blocks of wgrad start anew at each group:
+    transposed [columns, rows] has transposed_scale_inv [columns, at least all blocks], a group's at
+    its `block_places`."""
     along_columns = along_rows = (None, None)
     if rows:
         along_columns = quantize_blocks(x, rule.along.blocks, fmt, columns=False)[:2]
     if columns:
-        along_rows = torch.ops.fp8_backends.quantize_block_columns(x, groups.ends, rule.scaling, fmt.dtype)
+        along_rows = torch.ops.fp8_backends.quantize_block_columns(
+            x, groups.ends, rule.scaling, fmt.dtype
+        )
     return Layouts(*along_columns, *along_rows)
 
 
 def experts_in_blocks(stored: Stored, blocks: Blocks, fmt: Format, turned: bool) -> Quantized:
-    """Quantize each expert's matrix of data [experts, rows, columns], or its transpose if `turned`, like the weight of
-    a layer: codes [experts, n, k], scales [experts, rows of blocks, blocks in a row]. FP8 codes stay as they are, with
-    their scale in every block, or with the scales of their blocks."""
+    """Quantize each expert's matrix of data [experts, rows, columns], or its transpose if `turned`,
+    like the weight of a layer: codes [experts, n, k], scales [experts, rows of blocks, blocks in a
+    row]. FP8 codes stay as they are, with their scale in every block, or with the scales of their
+    blocks."""
     if stored.is_in(fmt):
         codes = stored.data.transpose(1, 2) if turned else stored.data
         if stored.scale_inv.dim():
-            return Quantized(codes, stored.scale_inv.transpose(1, 2).contiguous() if turned else stored.scale_inv)
-        return Quantized(codes, blocks.repeated(stored.scale_inv, codes.shape[1:]).repeat(len(codes), 1, 1))
-    matrices = [Stored(matrix, stored.scale_inv).in_blocks(blocks, fmt, turned) for matrix in stored.data.unbind()]
+            return Quantized(
+                codes, stored.scale_inv.transpose(1, 2).contiguous() if turned else stored.scale_inv
+            )
+        return Quantized(
+            codes, blocks.repeated(stored.scale_inv, codes.shape[1:]).repeat(len(codes), 1, 1)
+        )
+    matrices = [
+        Stored(matrix, stored.scale_inv).in_blocks(blocks, fmt, turned)
+        for matrix in stored.data.unbind()
+    ]
     codes = torch.stack([q.codes.view(torch.uint8) for q in matrices])  # autocast stacks no FP8
     return Quantized(codes.view(fmt.dtype), torch.stack([q.scale_inv for q in matrices]))
 
@@ -297,9 +389,13 @@ def _quantize_columns(
     blocks = ALONG_CONTRACTION[scaling].blocks
     codes, scale_inv = _empty_columns(x, ends, scaling, dtype)
     for group, begin, end in rows_of_groups(ends):
-        layouts = quantize_blocks(x.narrow(0, begin, end - begin), blocks, FORMATS[dtype], rows=False)
+        layouts = quantize_blocks(
+            x.narrow(0, begin, end - begin), blocks, FORMATS[dtype], rows=False
+        )
         codes.narrow(1, begin, end - begin).copy_(layouts.transposed)
-        scale_inv.narrow(1, *block_places(group, begin, end, blocks)).copy_(layouts.transposed_scale_inv)
+        scale_inv.narrow(1, *block_places(group, begin, end, blocks)).copy_(
+            layouts.transposed_scale_inv
+        )
     return codes, scale_inv
 
 
@@ -308,7 +404,11 @@ def _empty_columns(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = x.shape
     width = ALONG_CONTRACTION[scaling].blocks.columns
-    scales = x.new_zeros(columns, rows // width + len(ends), dtype=torch.uint8 if scaling == "mxfp8" else torch.float32)
+    scales = x.new_zeros(
+        columns,
+        rows // width + len(ends),
+        dtype=torch.uint8 if scaling == "mxfp8" else torch.float32,
+    )
     return x.new_empty(columns, rows, dtype=dtype), scales
 
 
@@ -321,7 +421,8 @@ torch.library.custom_op(
 
 
 def amaxes_of_groups(x: torch.Tensor, groups: Groups, keep_nan: bool = False) -> torch.Tensor:
-    """Return max |x| of each group's rows, FP32 [groups], 0 without rows. NaN is ignored unless `keep_nan`."""
+    """Return max |x| of each group's rows, FP32 [groups], 0 without rows. NaN is ignored unless
+    `keep_nan`."""
     of_rows = _amaxes_of_rows(x, keep_nan)
     return of_rows.new_zeros(groups.ends.shape[0]).scatter_reduce(0, groups.ids, of_rows, "amax")
 
@@ -329,7 +430,8 @@ def amaxes_of_groups(x: torch.Tensor, groups: Groups, keep_nan: bool = False) ->
 def amaxes_of_experts(
     data: torch.Tensor, stored_scale_inv: torch.Tensor | None = None, keep_nan: bool = False
 ) -> torch.Tensor:
-    """Return max |data * stored_scale_inv| of each expert, FP32. NaN is ignored unless `keep_nan`."""
+    """Return max |data * stored_scale_inv| of each expert, FP32. NaN is ignored unless
+    `keep_nan`."""
     return times(_amaxes_of_rows(data.flatten(1), keep_nan), stored_scale_inv)
 
 
@@ -340,8 +442,11 @@ def _amaxes_of_rows(x: torch.Tensor, keep_nan: bool) -> torch.Tensor:
     return torch.maximum(-low, high).float()
 
 
-def record_amaxes(states: torch.Tensor, tensor: int, amax: torch.Tensor, keep_nan: bool = False) -> None:
-    """Set history[0] = max(history[0], amax) of each expert, in place. Idempotent; NaN is ignored unless `keep_nan`."""
+def record_amaxes(
+    states: torch.Tensor, tensor: int, amax: torch.Tensor, keep_nan: bool = False
+) -> None:
+    """Set history[0] = max(history[0], amax) of each expert, in place. Idempotent; NaN is ignored
+    unless `keep_nan`."""
     newest = states.view(torch.float32).select(1, tensor).select(1, HISTORY)
     newest.copy_((torch.maximum if keep_nan else torch.fmax)(newest, amax))
 
@@ -351,13 +456,17 @@ def delayed_scales(states: torch.Tensor, tensor: int) -> torch.Tensor:
     return states.view(torch.float32).select(1, tensor).select(1, SCALE)
 
 
-def window_scales(states: torch.Tensor, tensor: int, amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return `scaling.window_scale` of each expert for INPUT or GRAD_OUTPUT, NaN for an amax of NaN. FP32 [experts]."""
+def window_scales(
+    states: torch.Tensor, tensor: int, amax: torch.Tensor, fmt: Format
+) -> torch.Tensor:
+    """Return `scaling.window_scale` of each expert for INPUT or GRAD_OUTPUT, NaN for an amax of
+    NaN. FP32 [experts]."""
     warm = states.select(1, tensor).select(1, ROLLS) >= WINDOW
     scales = power_of_two_scales(amax, fmt)
     return torch.where(warm & (amax == amax), delayed_scales(states, tensor), scales)
 
 
 def power_of_two_scales(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return `scaling.power_of_two_scale` of each amax, NaN for NaN, to show in all scaled values."""
+    """Return `scaling.power_of_two_scale` of each amax, NaN for NaN, to show in all scaled
+    values."""
     return torch.where(amax == amax, power_of_two_scale(amax, fmt), amax)

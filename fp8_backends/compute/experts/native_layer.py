@@ -1,9 +1,10 @@
-"""Run the experts of a mixture in FP8: as `FP8Linear` does with one matrix, for a 3-D Parameter of many.
+"""Run the experts of a mixture in FP8: as `FP8Linear` does with one matrix, for a 3-D Parameter of
+many.
 
-Every expert has its own scales, so its numbers are those of a Linear with its weight and its tokens. Grouped products
-take only E4M3: recipes with E5M2 gradients get E4M3 ones with a scale for each row of a product. Rules with blocks
-multiply expert by expert, in the recipe's own formats. A level's FP16 data get a scale for each expert; E4M3 data are
-multiplied with their one scale.
+Every expert has its own scales, so its numbers are those of a Linear with its weight and its
+tokens. Grouped products take only E4M3: recipes with E5M2 gradients get E4M3 ones with a scale for
+each row of a product. Rules with blocks multiply expert by expert, in the recipe's own formats. A
+level's FP16 data get a scale for each expert; E4M3 data are multiplied with their one scale.
 """
 
 from __future__ import annotations
@@ -21,13 +22,38 @@ from ...tensors.gathered_codes import GatheredCodes
 from ..interface import Recipe
 from ..native.backend import layer_rule
 from ..native.gathered_weights import WeightCodes, exponents
-from ..native.layer_rule import DGRAD, FPROP, WGRAD, LayerRule, Stored, new_state, parallel, split_of
+from ..native.layer_rule import (
+    DGRAD,
+    FPROP,
+    WGRAD,
+    LayerRule,
+    Stored,
+    new_state,
+    parallel,
+    split_of,
+)
 from ..native.linear import is_checkpointed
 from ..native.scaling_states import KeepsLedger, Ledger, SharedCodes
 from ..products import emulates
 from ..refusals import refuse_second_derivative
-from . import ExpertWeight, ExpertWeights, first_weight, grouped_scaling, misfit, own_experts, own_part, sizes_of
-from .grouped_products import Groups, grouped_engine_for, grouped_product, grouped_wgrad, plain_product, plain_wgrad
+from . import (
+    ExpertWeight,
+    ExpertWeights,
+    first_weight,
+    grouped_scaling,
+    misfit,
+    own_experts,
+    own_part,
+    sizes_of,
+)
+from .grouped_products import (
+    Groups,
+    grouped_engine_for,
+    grouped_product,
+    grouped_wgrad,
+    plain_product,
+    plain_wgrad,
+)
 
 _ARRIVED = ("arrived",)
 """The key of codes from other ranks in `SharedCodes`."""
@@ -48,7 +74,10 @@ def unfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
 
 def note(recipe: Recipe) -> str | None:
     """Do as `Compute.parts`."""
-    rule, remark = layer_rule(recipe), "gradients in E4M3 with a scale a row: no GPU has grouped products with E5M2"
+    rule, remark = (
+        layer_rule(recipe),
+        "gradients in E4M3 with a scale a row: no GPU has grouped products with E5M2",
+    )
     return None if rule.has_blocks or rule.gradient_format == E4M3 else remark
 
 
@@ -70,14 +99,31 @@ class FP8Experts(ExpertWeights):
         return Groups.of(ids, experts)
 
     def product(
-        self, experts: nn.Module, part: str, x: torch.Tensor, groups: Groups, out_dtype: torch.dtype, arrived=None
+        self,
+        experts: nn.Module,
+        part: str,
+        x: torch.Tensor,
+        groups: Groups,
+        out_dtype: torch.dtype,
+        arrived=None,
     ) -> torch.Tensor:
         weight, transposed = own_part(experts, part), experts.is_transposed
         if part in self:
             y = self[part](x, weight, groups, out_dtype, arrived)
         else:
-            constants = None, None, _PLAIN, None, transposed, out_dtype, torch.is_grad_enabled(), False
-            y = GroupedFunction.apply(x, weight, *constants, groups, Layouts(), Stored.of(weight), None)
+            constants = (
+                None,
+                None,
+                _PLAIN,
+                None,
+                transposed,
+                out_dtype,
+                torch.is_grad_enabled(),
+                False,
+            )
+            y = GroupedFunction.apply(
+                x, weight, *constants, groups, Layouts(), Stored.of(weight), None
+            )
         if experts.has_bias:
             y = y + own_part(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
         return y
@@ -95,7 +141,11 @@ class FP8Experts(ExpertWeights):
 
     def codes_taken(self, tokens: torch.Tensor) -> Quantized | None:
         weight = self._any
-        return None if weight.fp8_rule.along is None else weight.fp8_shared.of_input(tokens, _ARRIVED, lambda: None)
+        return (
+            None
+            if weight.fp8_rule.along is None
+            else weight.fp8_shared.of_input(tokens, _ARRIVED, lambda: None)
+        )
 
     @property
     def _any(self) -> FP8ExpertWeight:
@@ -104,8 +154,8 @@ class FP8Experts(ExpertWeights):
 
 
 class ExpertCodes(WeightCodes):
-    """The codes of a 3-D weight, sharded by experts, each whole on a rank. Amaxes and scales are [experts, rows of
-    blocks, blocks in a row], and [experts, 1, 1] by a rule with one scale."""
+    """The codes of a 3-D weight, sharded by experts, each whole on a rank. Amaxes and scales are
+    [experts, rows of blocks, blocks in a row], and [experts, 1, 1] by a rule with one scale."""
 
     dimensions = 3
 
@@ -117,11 +167,16 @@ class ExpertCodes(WeightCodes):
         stored = Stored.of(shard)
         return [self._amaxes(stored, first, shape, product) for product in self.products]
 
-    def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+    def codes(
+        self, shard: torch.Tensor, first: int, shape: torch.Size, product: str
+    ) -> torch.Tensor:
         stored, rule = Stored.of(shard), self.layer.fp8_rule
         if not len(shard):
             return stored.data.to(rule.forward_format.dtype)
-        blocks, (scale, _) = self._blocks_of_expert(product, shape), self._scales(self.agreed[product])
+        blocks, (scale, _) = (
+            self._blocks_of_expert(product, shape),
+            self._scales(self.agreed[product]),
+        )
         scale = times(scale.narrow(0, first, len(shard)).flatten(0, 1), stored.scale_inv)
         codes = blocks.cast(_stacked(stored.data, blocks), scale, rule.forward_format)
         return codes.view(len(shard), -1, shape[2]).narrow(1, 0, shape[1]).contiguous()
@@ -139,11 +194,14 @@ class ExpertCodes(WeightCodes):
         return exponents(amaxes, rule)
 
     def _blocks_of_expert(self, product: str, shape: torch.Size) -> Blocks:
-        """Return the blocks of each expert's matrix in its layout; all of it for a rule with one scale."""
+        """Return the blocks of each expert's matrix in its layout; all of it for a rule with one
+        scale."""
         if self.layer.fp8_rule.along is None:
             return ROWS._replace(rows=shape[1])
         rows, columns = self._block_shape(product)
-        return self.layer.fp8_rule.along.weight_blocks._replace(rows=rows or shape[1], columns=columns)
+        return self.layer.fp8_rule.along.weight_blocks._replace(
+            rows=rows or shape[1], columns=columns
+        )
 
     def _scale(self, amax: torch.Tensor) -> torch.Tensor:
         if self.layer.fp8_rule.scaling == "delayed":
@@ -152,8 +210,9 @@ class ExpertCodes(WeightCodes):
 
 
 class FP8ExpertWeight(KeepsLedger, ExpertWeight):
-    """One 3-D weight with products in FP8; the ledger counts a product of all experts as one. Under expert parallelism
-    `fp8_scaling` holds the states of all ranks' experts; a rank records its own, and the ranks exchange them."""
+    """One 3-D weight with products in FP8; the ledger counts a product of all experts as one. Under
+    expert parallelism `fp8_scaling` holds the states of all ranks' experts; a rank records its own,
+    and the ranks exchange them."""
 
     fp8_gathered = ExpertCodes
 
@@ -169,12 +228,20 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         super().set_rule(rule, shared, history_len)
 
     def _reset_state(self, device: torch.device) -> None:
-        experts, state = sizes_of(*self.fp8_owner)[0], new_state(self.fp8_rule, self.fp8_history_len, device)
+        experts, state = (
+            sizes_of(*self.fp8_owner)[0],
+            new_state(self.fp8_rule, self.fp8_history_len, device),
+        )
         self.fp8_ledger = Ledger(device, experts, self.fp8_own.start)
         self.fp8_scaling = None if state is None else state.repeat(experts, 1, 1)
 
     def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, groups: Groups, out_dtype: torch.dtype, arrived: Quantized | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        groups: Groups,
+        out_dtype: torch.dtype,
+        arrived: Quantized | None,
     ) -> torch.Tensor:
         """Return [rows, out] from the grouped rows x [rows, in].
 
@@ -187,8 +254,9 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             self.fp8_out_dtype = out_dtype
         if len(weight) != self.fp8_own.stop - self.fp8_own.start:
             raise FP8BackendError(
-                f"{self.fp8_part}: its experts were shared out to ranks after the model was prepared: apply the "
-                f"expert-parallel plan first, then fp8_backends.prepare(model, optimizer, spec)"
+                f"{self.fp8_part}: its experts were shared out to ranks after the model was "
+                "prepared: apply the expert-parallel plan first, then fp8_backends.prepare(model, "
+                "optimizer, spec)"
             )
         keep = torch.is_grad_enabled()
         state = None if self.fp8_scaling is None else self.fp8_scaling[self.fp8_own]
@@ -205,11 +273,16 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             keep,
             keep and self.fp8_shared.is_training(self),
         )
-        return GroupedFunction.apply(x, weight, self.fp8_ledger, state, *constants, groups, w8, stored, arrived)
+        return GroupedFunction.apply(
+            x, weight, self.fp8_ledger, state, *constants, groups, w8, stored, arrived
+        )
 
-    def _quantized(self, weight: torch.Tensor, stored: Stored, state: torch.Tensor | None, for_dgrad: bool) -> Layouts:
+    def _quantized(
+        self, weight: torch.Tensor, stored: Stored, state: torch.Tensor | None, for_dgrad: bool
+    ) -> Layouts:
         rule, transposed = self.fp8_rule, self.transposed_weight
-        for_dgrad = for_dgrad or self.fp8_shared.keeps_weights  # kept codes serve all later forwards
+        # kept codes serve all later forwards
+        for_dgrad = for_dgrad or self.fp8_shared.keeps_weights
 
         def quantize() -> Layouts:
             return quantized_weight(rule, stored, state, transposed, for_dgrad, self.fp8_cut)
@@ -217,8 +290,13 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         if isinstance(weight, GatheredCodes):
             amax = weight.parts.get(gathered_codes.AMAX)
             return quantized_weight(rule, stored, state, transposed, False)._replace(amax=amax)
-        # delayed scales move with every forward; other tensors than the Parameter are new each time; codes are ready
-        if rule.scaling == "delayed" or weight is not self.weight or stored.is_in(rule.forward_format):
+        # delayed scales move with every forward; other tensors than the Parameter are new each
+        # time; codes are ready
+        if (
+            rule.scaling == "delayed"
+            or weight is not self.weight
+            or stored.is_in(rule.forward_format)
+        ):
             return quantize()
         return self.fp8_shared.of_weight(self, (rule,), quantize)
 
@@ -230,22 +308,40 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
 
 
 class GroupedFunction(torch.autograd.Function):
-    """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e; w is [experts, in, out] if `transposed`.
+    """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e; w is [experts, in, out]
+    if `transposed`.
 
-    `cut`: the cut of each expert over ranks; `keeps`: backward may follow; `records`: amaxes go into the rule's states;
+    `cut`: the cut of each expert over ranks; `keeps`: backward may follow; `records`: amaxes go
+        into the rule's states;
     `w8`: `quantized_weight`; `arrived`: the codes of x for fprop, if they exist.
     """
 
     @staticmethod
     def forward(
-        ctx, x, weight, ledger, state, rule, cut, transposed, out_dtype, keeps, records, groups, w8, stored, arrived
+        ctx,
+        x,
+        weight,
+        ledger,
+        state,
+        rule,
+        cut,
+        transposed,
+        out_dtype,
+        keeps,
+        records,
+        groups,
+        w8,
+        stored,
+        arrived,
     ):
         needs_dgrad, needs_wgrad = (keeps and needed for needed in ctx.needs_input_grad[:2])
         saved_for_wgrad = (x, None) if needs_wgrad else ()
         saved_for_dgrad = ()
         x8 = _quantized_input(rule, cut, x, groups, state, needs_wgrad, arrived)
         if rule.high_precision[FPROP]:
-            y = plain_product(x.to(out_dtype), _oriented(stored.values(out_dtype), transposed), groups)
+            y = plain_product(
+                x.to(out_dtype), _oriented(stored.values(out_dtype), transposed), groups
+            )
         else:
             operands = x8.along_columns(), w8.along_columns()
             how = rule.grouped_scaling, out_dtype, rule.fast_accumulation, rule.sums
@@ -263,10 +359,17 @@ class GroupedFunction(torch.autograd.Function):
         gathered = isinstance(weight, GatheredCodes)
         if needs_dgrad and not (gathered or rule.dgrad_reads_weight):
             saved_for_dgrad = w8.along_rows()
-        elif needs_dgrad:  # as the Parameter if it is gathered again for backward, as in `LinearFunction`
+        # as the Parameter if it is gathered again for backward, as in `LinearFunction`
+        elif needs_dgrad:
             saved_for_dgrad = (weight, None) if gathered or stored.scale_inv is None else stored
         ctx.save_for_backward(*groups, *saved_for_wgrad, *saved_for_dgrad)
-        ctx.ledger, ctx.state, ctx.rule, ctx.cut, ctx.transposed = ledger, state, rule, cut, transposed
+        ctx.ledger, ctx.state, ctx.rule, ctx.cut, ctx.transposed = (
+            ledger,
+            state,
+            rule,
+            cut,
+            transposed,
+        )
         ctx.x_dtype, ctx.weight_dtype, ctx.weight_shape = x.dtype, weight.dtype, weight.shape
         return y
 
@@ -280,7 +383,9 @@ class GroupedFunction(torch.autograd.Function):
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
         dx = dw = dy8 = None
         if fp8_dgrad or fp8_wgrad:
-            dy8 = _quantized(rule, ctx.cut, dy, groups, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad)
+            dy8 = _quantized(
+                rule, ctx.cut, dy, groups, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad
+            )
             amax = None if ctx.state is None else dy8.amax  # None for a gradient by rows
             _record(rule, ctx.state, GRAD_OUTPUT, amax)
             ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, amax)
@@ -289,7 +394,11 @@ class GroupedFunction(torch.autograd.Function):
             dx = dx.narrow(1, 0, ctx.weight_shape[1 if ctx.transposed else 2]).to(ctx.x_dtype)
         if needs_wgrad:
             dw = _wgrad(rule, dy, dy8, Quantized(*saved[:2]), ctx.transposed, groups)
-            dw = dw.narrow(1, 0, ctx.weight_shape[1]).narrow(2, 0, ctx.weight_shape[2]).to(ctx.weight_dtype)
+            dw = (
+                dw.narrow(1, 0, ctx.weight_shape[1])
+                .narrow(2, 0, ctx.weight_shape[2])
+                .to(ctx.weight_dtype)
+            )
         return dx, dw, *(None,) * 12
 
 
@@ -298,20 +407,37 @@ def gradient_by_rows(rule: LayerRule) -> bool:
     return not rule.has_blocks and (rule.along is not None or rule.gradient_format == E5M2)
 
 
-def quantized_weight(rule: LayerRule, stored: Stored, state, transposed: bool, for_dgrad: bool, cut=None) -> Layouts:
-    """Quantize a weight [experts, out, in], or [experts, in, out] if `transposed`, for fprop, and for dgrad if the same
-    codes serve. Empty layouts if no product reads them. `state`: of the delayed rule, read-only."""
+def quantized_weight(
+    rule: LayerRule, stored: Stored, state, transposed: bool, for_dgrad: bool, cut=None
+) -> Layouts:
+    """Quantize a weight [experts, out, in], or [experts, in, out] if `transposed`, for fprop, and
+    for dgrad if the same codes serve. Empty layouts if no product reads them. `state`: of the
+    delayed rule, read-only."""
     rows, columns = not rule.high_precision[FPROP], for_dgrad and not rule.dgrad_reads_weight
-    return oriented_layouts(rule, cut, stored, transposed, state, rows, columns) if rows or columns else Layouts()
+    return (
+        oriented_layouts(rule, cut, stored, transposed, state, rows, columns)
+        if rows or columns
+        else Layouts()
+    )
 
 
-def oriented_layouts(rule, cut, stored: Stored, transposed, state, rows: bool, columns: bool) -> Layouts:
+def oriented_layouts(
+    rule, cut, stored: Stored, transposed, state, rows: bool, columns: bool
+) -> Layouts:
     """Quantize a weight as [experts, out, in]."""
     fmt = rule.forward_format
     if rule.has_blocks:
         blocks = rule.along.weight_blocks
-        along_columns = grouped_scaling.experts_in_blocks(stored, blocks, fmt, transposed) if rows else (None, None)
-        along_rows = grouped_scaling.experts_in_blocks(stored, blocks, fmt, not transposed) if columns else (None, None)
+        along_columns = (
+            grouped_scaling.experts_in_blocks(stored, blocks, fmt, transposed)
+            if rows
+            else (None, None)
+        )
+        along_rows = (
+            grouped_scaling.experts_in_blocks(stored, blocks, fmt, not transposed)
+            if columns
+            else (None, None)
+        )
         return Layouts(*along_columns, *along_rows)
     rows, columns = (columns, rows) if transposed else (rows, columns)
     split = split_of(cut, WEIGHT)
@@ -321,18 +447,29 @@ def oriented_layouts(rule, cut, stored: Stored, transposed, state, rows: bool, c
         w8 = grouped_scaling.codes_of_experts(*stored)
     else:
         scales = None
-        if rule.scaling == "window":  # MS-AMP takes a weight's amax at the optimizer step: the same number
+        # MS-AMP takes a weight's amax at the optimizer step: the same number
+        if rule.scaling == "window":
             amax = grouped_scaling.amaxes_of_experts(*stored, keep_nan=True)
-            scales = grouped_scaling.power_of_two_scales(amax if split is None else split.agreed(amax), fmt)
+            scales = grouped_scaling.power_of_two_scales(
+                amax if split is None else split.agreed(amax), fmt
+            )
         elif state is not None:
             scales = grouped_scaling.delayed_scales(state, WEIGHT)
         lines = rule.along is not None
-        w8 = grouped_scaling.quantize_experts(stored.data, fmt, scales, rows, columns, stored.scale_inv, lines, split)
+        w8 = grouped_scaling.quantize_experts(
+            stored.data, fmt, scales, rows, columns, stored.scale_inv, lines, split
+        )
     return Layouts(*w8[2:4], *w8[:2], w8.amax) if transposed else w8
 
 
 def _quantized_input(
-    rule: LayerRule, cut, x: torch.Tensor, groups: Groups, state, needs_wgrad: bool, arrived: Quantized | None
+    rule: LayerRule,
+    cut,
+    x: torch.Tensor,
+    groups: Groups,
+    state,
+    needs_wgrad: bool,
+    arrived: Quantized | None,
 ) -> Layouts:
     """Quantize x for fprop and wgrad. Empty layouts if no product reads them."""
     rows, columns = not rule.high_precision[FPROP], needs_wgrad and not rule.high_precision[WGRAD]
@@ -340,10 +477,16 @@ def _quantized_input(
         by_rows = arrived if rule.has_blocks else grouped_scaling.rows_as_operand(arrived, groups)
         x8 = _quantized(rule, cut, x, groups, state, INPUT, False, True) if columns else Layouts()
         return x8._replace(codes=by_rows.codes, scale_inv=by_rows.scale_inv)
-    return _quantized(rule, cut, x, groups, state, INPUT, rows, columns) if rows or columns else Layouts()
+    return (
+        _quantized(rule, cut, x, groups, state, INPUT, rows, columns)
+        if rows or columns
+        else Layouts()
+    )
 
 
-def _quantized(rule, cut, x, groups: Groups, state, tensor: int, rows: bool, columns: bool) -> Layouts:
+def _quantized(
+    rule, cut, x, groups: Groups, state, tensor: int, rows: bool, columns: bool
+) -> Layouts:
     """Quantize the rows of an input or of an output's gradient by the rule."""
     fmt, lines, split = rule.forward_format, rule.along is not None, split_of(cut, tensor)
     if tensor == GRAD_OUTPUT:
@@ -357,19 +500,24 @@ def _quantized(rule, cut, x, groups: Groups, state, tensor: int, rows: bool, col
         amax = grouped_scaling.amaxes_of_groups(x, groups, keep_nan=True)
         amax = amax if split is None else split.agreed(amax)
         scales = grouped_scaling.window_scales(state, tensor, amax, fmt)
-        return grouped_scaling.quantize_groups(x, groups, fmt, scales, rows, columns)._replace(amax=amax)
+        return grouped_scaling.quantize_groups(x, groups, fmt, scales, rows, columns)._replace(
+            amax=amax
+        )
     scales = None if state is None else grouped_scaling.delayed_scales(state, tensor)
     return grouped_scaling.quantize_groups(x, groups, fmt, scales, rows, columns, split=split)
 
 
-def _record(rule: LayerRule, state: torch.Tensor | None, tensor: int, amax: torch.Tensor | None) -> None:
+def _record(
+    rule: LayerRule, state: torch.Tensor | None, tensor: int, amax: torch.Tensor | None
+) -> None:
     """Record an amax in the states. Compiled code notes it in the ledger instead."""
     if amax is not None and not torch.compiler.is_compiling():
         grouped_scaling.record_amaxes(state, tensor, amax, rule.keeps_nan)
 
 
 def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> torch.Tensor:
-    """Return dx [rows, in] from dy [rows, out] and the stored weight, or codes of w.T [experts, in, out]."""
+    """Return dx [rows, in] from dy [rows, out] and the stored weight, or codes of w.T [experts, in,
+    out]."""
     if rule.high_precision[DGRAD]:
         return plain_product(dy, _oriented(weight.values(dy.dtype), not transposed), groups)
     w8, gathered = Quantized(*weight), isinstance(weight.data, GatheredCodes)
@@ -377,7 +525,9 @@ def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> t
         weight = Stored.of(weight.data, gathered_codes.DGRAD)
     if gathered or rule.along is not None:
         w8 = oriented_layouts(rule, cut, weight, transposed, None, False, True).along_rows()
-    return grouped_product(dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype, sums=rule.sums)
+    return grouped_product(
+        dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype, sums=rule.sums
+    )
 
 
 def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Tensor:

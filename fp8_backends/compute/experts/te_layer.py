@@ -1,7 +1,8 @@
-"""The experts of a mixture in `te`: the products of `te.GroupedLinear` on the model's 3-D Parameters.
+"""The experts of a mixture in `te`: the products of `te.GroupedLinear` on the model's 3-D
+Parameters.
 
-Each expert's tokens are padded with rows of zeros, and quantized by quantizers of its own. Imports TransformerEngine,
-so it is imported when a layer is converted or unpickled.
+Each expert's tokens are padded with rows of zeros, and quantized by quantizers of its own. Imports
+TransformerEngine, so it is imported when a layer is converted or unpickled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from . import ExpertWeight, ExpertWeights, own_experts, own_part, sizes_of
 def build(experts: nn.Module, parts: list[str], recipe: Recipe, shared: ModelState) -> TEExperts:
     """Do as `Compute.parts`."""
     instead = f"native:{recipe.scaling}, or exclude them"
-    check_version(f"{recipe.name} of experts", instead, te.GroupedLinear, "_get_bias_tensors", "2.14")
+    check_version(
+        f"{recipe.name} of experts", instead, te.GroupedLinear, "_get_bias_tensors", "2.14"
+    )
     return TEExperts({part: TEExpertWeight(experts, part, shared) for part in parts})
 
 
@@ -39,15 +42,29 @@ class TEExperts(ExpertWeights):
         return torch.bincount(ids, minlength=experts)[:experts].tolist()
 
     def product(
-        self, experts: nn.Module, part: str, x: torch.Tensor, groups: list[int], out_dtype: torch.dtype, arrived=None
+        self,
+        experts: nn.Module,
+        part: str,
+        x: torch.Tensor,
+        groups: list[int],
+        out_dtype: torch.dtype,
+        arrived=None,
     ) -> torch.Tensor:
         rows = sum(groups)
         foreign, x = len(x) - rows, x[:rows]
         if part in self:
             y = self[part](x, groups)
         else:
-            matrices, biases = matrices_of(experts, part), biases_of(experts, part) or [None] * len(groups)
-            y = torch.cat([F.linear(*operands) for operands in zip(x.split(groups), matrices, biases, strict=True)])
+            matrices, biases = (
+                matrices_of(experts, part),
+                biases_of(experts, part) or [None] * len(groups),
+            )
+            y = torch.cat(
+                [
+                    F.linear(*operands)
+                    for operands in zip(x.split(groups), matrices, biases, strict=True)
+                ]
+            )
         return F.pad(y, (0, 0, 0, foreign)) if foreign else y
 
 
@@ -81,8 +98,14 @@ class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
         weight = own_part(*self.fp8_owner)
         if isinstance(weight, ScaledTensor):
             quantizers, scaling = self._get_weight_quantizers(), self.te_state.recipe.scaling
-            parts, is_transposed = zip(weight.codes.unbind(), quantizers, strict=True), self.transposed_weight
-            casts = [weights.cast(weight, data, is_transposed, quantizer, scaling) for data, quantizer in parts]
+            parts, is_transposed = (
+                zip(weight.codes.unbind(), quantizers, strict=True),
+                self.transposed_weight,
+            )
+            casts = [
+                weights.cast(weight, data, is_transposed, quantizer, scaling)
+                for data, quantizer in parts
+            ]
             matrices = weights.differentiable(weight, casts, is_transposed)
         else:
             matrices = matrices_of(*self.fp8_owner)
@@ -90,7 +113,8 @@ class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
 
     def _get_bias_tensors(self) -> list[torch.Tensor]:
         biases = biases_of(*self.fp8_owner)
-        return biases or [torch.empty(0, device=self.weight.device)] * self.num_gemms  # as te.GroupedLinear without any
+        # as te.GroupedLinear without any
+        return biases or [torch.empty(0, device=self.weight.device)] * self.num_gemms
 
     @torch.compiler.disable
     def forward(self, x: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -105,7 +129,9 @@ class TEExpertWeight(TELayer, ExpertWeight, te.GroupedLinear):
         y = super()._products(x, rows)
         if not self.te_state.plain_wgrad:
             return y
-        parts = zip(y.split(rows), x.detach().split(rows), matrices_of(*self.fp8_owner), strict=True)
+        parts = zip(
+            y.split(rows), x.detach().split(rows), matrices_of(*self.fp8_owner), strict=True
+        )
         return torch.cat([PlainWgrad.apply(*part) for part in parts])
 
     def _multiply(self, x: torch.Tensor, rows: list[int]) -> torch.Tensor:

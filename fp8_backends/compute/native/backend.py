@@ -3,8 +3,8 @@
     forward     x8, w8 = quantize(x), quantize(w)            y  = x8 @ w8.T
     backward    dy8    = quantize(dy)                        dx = dy8 @ w8       dw = dy8.T @ x8
 
-Rules with scales along the contraction quantize once for each product: forward keeps a column-wise copy of x, made from
-high precision, and backward quantizes the weight again.
+Rules with scales along the contraction quantize once for each product: forward keeps a column-wise
+copy of x, made from high precision, and backward quantizes the weight again.
 """
 
 from collections.abc import Iterator
@@ -50,14 +50,28 @@ _STATE_NAMES = {"delayed": "fp8_scaling", "window": "fp8_window"}
 
 
 class NativeCompute(Compute):
-    """Multiply by `torch._scaled_mm`, or by other means if they are faster or the device lacks it."""
+    """Multiply by `torch._scaled_mm`, or by other means if they are faster or the device lacks
+    it."""
 
     name = "native"
-    scalings: tuple[str, ...] = ("dynamic", "delayed", "rowwise", "blockwise", "mxfp8", "window", "nvfp4")
+    scalings: tuple[str, ...] = (
+        "dynamic",
+        "delayed",
+        "rowwise",
+        "blockwise",
+        "mxfp8",
+        "window",
+        "nvfp4",
+    )
     default_scaling = "dynamic"
     level_scaling = "window"
     levels: tuple[str, ...] = LEVELS
-    fields: tuple[Field | str, ...] = (*RULE_FIELDS, "enable_fsdp_float8_all_gather", "fast_accumulation", "sums")
+    fields: tuple[Field | str, ...] = (
+        *RULE_FIELDS,
+        "enable_fsdp_float8_all_gather",
+        "fast_accumulation",
+        "sums",
+    )
     casts_by = "the layer's own rule"
     takes_transposed = True
 
@@ -65,28 +79,47 @@ class NativeCompute(Compute):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         engine = engine_for(device, torch.bfloat16)
         if engine == EMULATED:
-            return Availability(True, "emulated in FP32: this device has no FP8 products, bf16 is faster")
+            return Availability(
+                True, "emulated in FP32: this device has no FP8 products, bf16 is faster"
+            )
         return Availability(True, f"products by {engine} on {device.type}")
 
     def check(self, recipe: Recipe) -> None:
-        several = "schedule" if recipe.schedule else "products by several rules" if recipe.by_product else ""
+        several = (
+            "schedule"
+            if recipe.schedule
+            else "products by several rules"
+            if recipe.by_product
+            else ""
+        )
         for name in ("fused_head", "enable_fsdp_float8_all_gather") if several else ():
             if getattr(recipe, name):
-                raise RecipeError(f"{recipe.name}: {several} and {name} do not go together: leave one out")
+                raise RecipeError(
+                    f"{recipe.name}: {several} and {name} do not go together: leave one out"
+                )
         if not in_4_bits(recipe):
             return
         for name, only in NVFP4_ONLY.items():
             if (value := getattr(recipe, name)) not in only:
                 raise RecipeError(
-                    f"{recipe.name} (experimental) does not go with {name}={value!r}: leave it out, or use native:mxfp8"
+                    f"{recipe.name} (experimental) does not go with {name}={value!r}: leave it "
+                    "out, or use native:mxfp8"
                 )
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         blocks = layer_rule(recipe).weight_blocks
-        if (recipe.scaling == "nvfp4" or recipe.by_product) and is_parallel(linear) and is_distributed(linear.weight):
+        if (
+            (recipe.scaling == "nvfp4" or recipe.by_product)
+            and is_parallel(linear)
+            and is_distributed(linear.weight)
+        ):
             which = "native with several rules" if recipe.by_product else "native:nvfp4"
-            return f"cut over ranks: {which} has no products for parts of a layer (native:mxfp8 has)"
-        return super().unfit(linear, recipe) or parallel("cut_obstacle", linear, linear.weight, blocks)
+            return (
+                f"cut over ranks: {which} has no products for parts of a layer (native:mxfp8 has)"
+            )
+        return super().unfit(linear, recipe) or parallel(
+            "cut_obstacle", linear, linear.weight, blocks
+        )
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:
         return SharedCodes()
@@ -104,11 +137,19 @@ class NativeCompute(Compute):
         return "bf16", "rule"
 
     def switch(self, layer: KeepsLedger, recipe: Recipe | None) -> None:
-        rule = layer.fp8_rule._replace(high_precision=(True, True, True)) if recipe is None else layer_rule(recipe)
+        rule = (
+            layer.fp8_rule._replace(high_precision=(True, True, True))
+            if recipe is None
+            else layer_rule(recipe)
+        )
         before = layer.fp8_rule
-        kept = {"fast_accumulation": before.fast_accumulation, "frozen_weight": before.frozen_weight}
+        kept = {
+            "fast_accumulation": before.fast_accumulation,
+            "frozen_weight": before.frozen_weight,
+        }
         layer.fp8_rule = rule._replace(**kept)
-        if (rule.scaling in STATEFUL) == (layer.fp8_scaling is None):  # a phase without states holds none
+        # a phase without states holds none
+        if (rule.scaling in STATEFUL) == (layer.fp8_scaling is None):
             counts = layer.fp8_ledger.total()
             layer._reset_state(device_of(layer.weight))
             layer.fp8_ledger.counts = counts
@@ -122,14 +163,25 @@ class NativeCompute(Compute):
                 layer.weight.device,
             )
         if in_4_bits(recipe):
-            logger.warning("%s is experimental: 4 bits, not measured on a GPU; compare its losses first", recipe.name)
+            logger.warning(
+                "%s is experimental: 4 bits, not measured on a GPU; compare its losses first",
+                recipe.name,
+            )
         if recipe.scaling == "delayed":
             root.register_forward_pre_hook(RollDelayedStates(recipe))
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         layers = self.converted_layers(root)
-        if layers := {name: layer for name, layer in layers.items() if layer.fp8_rule.frozen_weight}:
-            freeze(root, layers, lambda weight: isinstance(weight, FROZEN), lambda weight, _: frozen(weight), _thaw)
+        if layers := {
+            name: layer for name, layer in layers.items() if layer.fp8_rule.frozen_weight
+        }:
+            freeze(
+                root,
+                layers,
+                lambda weight: isinstance(weight, FROZEN),
+                lambda weight, _: frozen(weight),
+                _thaw,
+            )
 
     def takes_block_codes(self, recipe: Recipe, layout: CodeLayout) -> bool:
         if layout is SQUARE_CODES:
@@ -148,7 +200,14 @@ class NativeCompute(Compute):
         for (_, rule, *_), (states, stacked) in _states_of_layers(root, "window").items():
             formats = (rule.forward_format, rule.forward_format, rule.gradient_format)
             _write(states, rolled_window_states(stacked, formats))
-        rolls = next((hook for hook in root._forward_pre_hooks.values() if isinstance(hook, RollDelayedStates)), None)
+        rolls = next(
+            (
+                hook
+                for hook in root._forward_pre_hooks.values()
+                if isinstance(hook, RollDelayedStates)
+            ),
+            None,
+        )
         if rolls is not None and not inside_backward():
             rolls.roll(root)  # for loops that call parts of the model
 
@@ -162,8 +221,8 @@ class NativeCompute(Compute):
         return module.fp8_ledger.total()
 
     def transient_bytes_per_element(self, module: KeepsLedger) -> float:
-        # one FP8 code an element for dgrad, made in forward: rules along the contraction make it in backward, and a
-        # weight stored in FP8 is its own codes
+        # one FP8 code an element for dgrad, made in forward: rules along the contraction make it in
+        # backward, and a weight stored in FP8 is its own codes
         rule, weight = module.fp8_rule, local_part(module.weight)
         if is_decoded(weight):  # each product casts its values
             return 0.0
@@ -183,19 +242,22 @@ class NativeCompute(Compute):
     def gathers_codes(self, recipe: Recipe) -> bool:
         if recipe.enable_fsdp_float8_all_gather is not None:
             return recipe.enable_fsdp_float8_all_gather
-        # at a level, with codes for both products: FSDP2 keeps all its features, compiled code among them, and all
-        # numbers. In forward, users may read the weights of a stock model
+        # at a level, with codes for both products: FSDP2 keeps all its features, compiled code
+        # among them, and all numbers. In forward, users may read the weights of a stock model
         one_rule = not recipe.by_product and not recipe.schedule
         return recipe.level != "O0" and one_rule and serves_both_products(recipe.scaling)
 
-    def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], WeightCodes]:
+    def travelling(
+        self, root: nn.Module, recipe: Recipe
+    ) -> dict[tuple[nn.Module, str], WeightCodes]:
         if not self.gathers_codes(recipe):
             return {}
         layers = (layer for layer in root.modules() if self.is_converted(layer))
         layers = (layer for layer in layers if layer.fp8_rule.scaling == recipe.scaling)
         codes = {owner_of(layer): layer.fp8_gathered(layer) for layer in layers}
         for key, hook in root._forward_pre_hooks.items():
-            if isinstance(hook, RollDelayedStates):  # before FSDP2's hook, which gathers codes by this step's scale
+            # before FSDP2's hook, which gathers codes by this step's scale
+            if isinstance(hook, RollDelayedStates):
                 root._forward_pre_hooks.move_to_end(key, last=False)
                 break
         return codes
@@ -205,14 +267,22 @@ class NativeCompute(Compute):
 
     def sums_of(self, module: KeepsLedger) -> tuple[str, bool] | None:
         rule, device = module.fp8_rule.of(FPROP), device_of(module.weight)
-        if not isinstance(module, FP8Products) or rule.has_blocks or module.fp8_rule.high_precision[FPROP]:
+        if (
+            not isinstance(module, FP8Products)
+            or rule.has_blocks
+            or module.fp8_rule.high_precision[FPROP]
+        ):
             return None
         here = hardware.gpu_chip(device).key if device.type == "cuda" else None
-        return rule.sums if rule.sums != EXACT else OF_CHIP.get(here, "h100"), rule.fast_accumulation
+        return rule.sums if rule.sums != EXACT else OF_CHIP.get(
+            here, "h100"
+        ), rule.fast_accumulation
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         _collect_amaxes(root)
-        return {name: layer.fp8_scaling.detach().clone() for name, layer in self._stateful_layers(root)}
+        return {
+            name: layer.fp8_scaling.detach().clone() for name, layer in self._stateful_layers(root)
+        }
 
     def scaling_buffers(self, root: nn.Module) -> list[torch.Tensor]:
         _collect_amaxes(root)
@@ -224,7 +294,9 @@ class NativeCompute(Compute):
         def check(saved: torch.Tensor, name: str, advice: str) -> None:
             check_state(saved, layers[name].fp8_rule.scaling, name, advice)
 
-        check_saved_states({name: layer.fp8_scaling for name, layer in layers.items()}, state, check)
+        check_saved_states(
+            {name: layer.fp8_scaling for name, layer in layers.items()}, state, check
+        )
 
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         self.check_scaling_state(root, state)
@@ -243,15 +315,20 @@ class NativeCompute(Compute):
 
 
 class RollDelayedStates:
-    """Roll every layer's delayed state before each training forward of the prepared root, and at each optimizer step,
-    for loops that call submodules. A state with no new amax does not change.
+    """Roll every layer's delayed state before each training forward of the prepared root, and at
+    each optimizer step, for loops that call submodules. A state with no new amax does not change.
 
-    In a loop of forward and backward, scales and histories equal TransformerEngine's. Evaluation, recomputation and
-    forwards without gradients leave the state alone. A class, unlike a closure, pickles with the model.
+    In a loop of forward and backward, scales and histories equal TransformerEngine's. Evaluation,
+    recomputation and forwards without gradients leave the state alone. A class, unlike a closure,
+    pickles with the model.
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.margin, self.interval, self.algorithm = recipe.margin, recipe.interval, recipe.amax_compute_algo
+        self.margin, self.interval, self.algorithm = (
+            recipe.margin,
+            recipe.interval,
+            recipe.amax_compute_algo,
+        )
         forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
         self.format_max = (forward.max, forward.max, gradient.max)
 
@@ -263,8 +340,16 @@ class RollDelayedStates:
     def roll(self, root: nn.Module) -> None:
         for group, states in _states_of_layers(root, "delayed").values():
             # filled on the device: a copy from the host would wait
-            limits = [torch.full((1,), most, dtype=torch.float32, device=states.device) for most in self.format_max]
-            _write(group, rolled_delayed_states(states, torch.cat(limits), self.margin, self.algorithm, self.interval))
+            limits = [
+                torch.full((1,), most, dtype=torch.float32, device=states.device)
+                for most in self.format_max
+            ]
+            _write(
+                group,
+                rolled_delayed_states(
+                    states, torch.cat(limits), self.margin, self.algorithm, self.interval
+                ),
+            )
 
 
 def _write(states: list[torch.Tensor], stacked: torch.Tensor) -> None:
@@ -274,12 +359,16 @@ def _write(states: list[torch.Tensor], stacked: torch.Tensor) -> None:
     if not torch.compiler.is_compiling():
         torch._foreach_copy_(data, stacked.unbind())
         return
-    for state, new in zip(data, stacked.unbind(), strict=True):  # Inductor miscompiles `_foreach_copy_` here
+    # Inductor miscompiles `_foreach_copy_` here
+    for state, new in zip(data, stacked.unbind(), strict=True):
         state.copy_(new)
 
 
-def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[torch.Tensor], torch.Tensor]]:
-    """Group the states of this rule by (device, rule, size): live states, and a stacked copy with all amaxes."""
+def _states_of_layers(
+    root: nn.Module, scaling: str
+) -> dict[tuple, tuple[list[torch.Tensor], torch.Tensor]]:
+    """Group the states of this rule by (device, rule, size): live states, and a stacked copy with
+    all amaxes."""
     groups: dict[tuple, tuple[list[torch.Tensor], list[Ledger]]] = {}
     for module in root.modules():
         if isinstance(module, KeepsLedger) and module.fp8_rule.scaling == scaling:
@@ -288,10 +377,15 @@ def _states_of_layers(root: nn.Module, scaling: str) -> dict[tuple, tuple[list[t
                 refuse_cut_since(module, module.fp8_scaling)
             state = module.fp8_scaling
             states = [state] if state.dim() == 2 else state.unbind()
-            group = groups.setdefault((states[0].device, module.fp8_rule, states[0].shape[1]), ([], []))
+            group = groups.setdefault(
+                (states[0].device, module.fp8_rule, states[0].shape[1]), ([], [])
+            )
             group[0].extend(states)
             group[1].append(module.fp8_ledger)
-    return {key: (states, with_noted_amaxes(torch.stack(states), ledgers)) for key, (states, ledgers) in groups.items()}
+    return {
+        key: (states, with_noted_amaxes(torch.stack(states), ledgers))
+        for key, (states, ledgers) in groups.items()
+    }
 
 
 def _collect_amaxes(root: nn.Module) -> None:
@@ -307,7 +401,9 @@ def _thaw(layer: nn.Module) -> None:
         swap(layer.weight, layer.weight.exact(), "weight")
 
 
-def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: SharedCodes) -> FP8Products:
+def _around(
+    layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: SharedCodes
+) -> FP8Products:
     """Give the carrier the Parameters of `layer` and the rule of the recipe."""
     carrier.weight, carrier.bias = layer.weight, layer.bias
     rule = layer_rule(recipe)
@@ -316,7 +412,9 @@ def _around(layer: nn.Module, carrier: FP8Products, recipe: Recipe, shared: Shar
     if rule.frozen_weight:
         check(carrier)
     carrier.set_rule(rule, shared, recipe.amax_history_len)
-    carrier.fp8_cut = parallel("cut_of", layer, layer._parameters.get("weight"), carrier.transposed_weight)
+    carrier.fp8_cut = parallel(
+        "cut_of", layer, layer._parameters.get("weight"), carrier.transposed_weight
+    )
     return carrier
 
 
@@ -327,7 +425,9 @@ def in_4_bits(recipe: Recipe) -> bool:
 
 def layer_rule(recipe: Recipe) -> LayerRule:
     """Build the rule of a resolved recipe's layers."""
-    forward, gradient = (E2M1, E2M1) if recipe.scaling == "nvfp4" else RECIPE_FORMATS[recipe.fp8_format]
+    forward, gradient = (
+        (E2M1, E2M1) if recipe.scaling == "nvfp4" else RECIPE_FORMATS[recipe.fp8_format]
+    )
     return LayerRule(
         recipe.scaling,
         forward,
@@ -337,5 +437,8 @@ def layer_rule(recipe: Recipe) -> LayerRule:
         "stored" if recipe.fp8_params else "",
         recipe.activation_comm == "fp8",
         sums=recipe.sums,
-        others=tuple(layer_rule(recipe.by_product[kind]) if kind in recipe.by_product else None for kind in KINDS),
+        others=tuple(
+            layer_rule(recipe.by_product[kind]) if kind in recipe.by_product else None
+            for kind in KINDS
+        ),
     )

@@ -1,8 +1,9 @@
 """The codes of a native layer's weight for FSDP2 to gather, 1 byte an element.
 
-A rank casts its own rows to the codes of the whole weight, to the bit, since the ranks agree on the amaxes first: one
-for the weight, each row or column, or each block. No scale travels: every rank computes them. For mxfp8, the ranks
-agree only on the exponents, in eight bits: they never fall as the amax rises.
+A rank casts its own rows to the codes of the whole weight, to the bit, since the ranks agree on the
+amaxes first: one for the weight, each row or column, or each block. No scale travels: every rank
+computes them. For mxfp8, the ranks agree only on the exponents, in eight bits: they never fall as
+the amax rises.
 """
 
 import torch
@@ -19,7 +20,8 @@ from .scaling_states import KeepsLedger
 
 
 class WeightCodes:
-    """The codes of one layer's weight, sharded by rows, in the weight's layout: a `comm.fsdp2.Travelling`."""
+    """The codes of one layer's weight, sharded by rows, in the weight's layout: a
+    `comm.fsdp2.Travelling`."""
 
     dimensions = 2
     """The dimensions of the weight."""
@@ -36,7 +38,11 @@ class WeightCodes:
             return False
         rule = self.layer.fp8_rule
         fprop, dgrad, _ = rule.high_precision
-        return (self.layer.fp8_shared.is_training(self.layer) or rule.fp8_in_eval) and not fprop and not dgrad
+        return (
+            (self.layer.fp8_shared.is_training(self.layer) or rule.fp8_in_eval)
+            and not fprop
+            and not dgrad
+        )
 
     @property
     def change_in_forward(self) -> bool:
@@ -55,7 +61,9 @@ class WeightCodes:
         return self.agreed[FPROP] if self.change_in_forward else None
 
     def can_make(self, shard: torch.Tensor) -> bool:
-        return shard.dim() == self.dimensions and not Stored.of(shard).is_in(self.layer.fp8_rule.forward_format)
+        return shard.dim() == self.dimensions and not Stored.of(shard).is_in(
+            self.layer.fp8_rule.forward_format
+        )
 
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
         """Return tensors with 0 for blocks without local values. The shard may be empty."""
@@ -71,17 +79,23 @@ class WeightCodes:
     def agree(self, maxima: list[torch.Tensor]) -> None:
         self.agreed = dict(zip(self.products, maxima, strict=True))
 
-    def codes(self, shard: torch.Tensor, first: int, shape: torch.Size, product: str) -> torch.Tensor:
+    def codes(
+        self, shard: torch.Tensor, first: int, shape: torch.Size, product: str
+    ) -> torch.Tensor:
         stored, rule = Stored.of(shard), self.layer.fp8_rule
         scale, _ = self._scales(self.agreed[product])
         if rule.along is None:
-            return quantization.cast(stored.data, times(scale, stored.scale_inv), rule.forward_format)
+            return quantization.cast(
+                stored.data, times(scale, stored.scale_inv), rule.forward_format
+            )
         if not len(shard):
             return stored.data.to(rule.forward_format.dtype)
         blocks, first = self._blocks(product, len(shard), first)
         above = first % blocks.rows
         scale = scale.narrow(0, first // blocks.rows, -(-(above + len(shard)) // blocks.rows))
-        codes = blocks.cast(_below(stored.data, above), times(scale, stored.scale_inv), rule.forward_format)
+        codes = blocks.cast(
+            _below(stored.data, above), times(scale, stored.scale_inv), rule.forward_format
+        )
         return codes.narrow(0, above, len(shard))
 
     def scale_inv(self, agreed: torch.Tensor) -> torch.Tensor:
@@ -103,9 +117,9 @@ class WeightCodes:
         rule = self.layer.fp8_rule
         if rule.scaling == "delayed":
             return scaling.delayed_scale(self.layer.fp8_scaling, WEIGHT)
-        return (scaling.power_of_two_scale if rule.scaling == "window" else scaling.scale_from_amax)(
-            amax, rule.forward_format
-        )
+        return (
+            scaling.power_of_two_scale if rule.scaling == "window" else scaling.scale_from_amax
+        )(amax, rule.forward_format)
 
     def _amaxes(self, stored: Stored, first: int, shape: torch.Size, product: str) -> torch.Tensor:
         """Return one amax for each block of the whole weight, in its layout."""
@@ -119,8 +133,9 @@ class WeightCodes:
         return exponents(amaxes, self.layer.fp8_rule)
 
     def _blocks(self, product: str, local_rows: int, first: int) -> tuple[Blocks, int]:
-        """Return the blocks in the weight's layout, and the shard's first row in them. A block of all rows is as high
-        as the shard: with an agreed amax, the other rows need not be present, not even as zeros."""
+        """Return the blocks in the weight's layout, and the shard's first row in them. A block of
+        all rows is as high as the shard: with an agreed amax, the other rows need not be present,
+        not even as zeros."""
         rows, columns = self._block_shape(product)
         blocks = self.layer.fp8_rule.along.weight_blocks
         if rows is None:
@@ -136,7 +151,11 @@ class WeightCodes:
 
 def exponents(amaxes: torch.Tensor, rule: LayerRule) -> torch.Tensor:
     """Return the scale_inv of amaxes for mxfp8, and the amaxes for other rules."""
-    return MX.inverse(MX.scale(amaxes, rule.forward_format), amaxes) if rule.weight_blocks is MX else amaxes
+    return (
+        MX.inverse(MX.scale(amaxes, rule.forward_format), amaxes)
+        if rule.weight_blocks is MX
+        else amaxes
+    )
 
 
 def _below(shard: torch.Tensor, rows: int) -> torch.Tensor:

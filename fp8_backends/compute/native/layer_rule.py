@@ -44,16 +44,25 @@ FPROP, DGRAD, WGRAD = range(3)
 
 
 def _missing(*_) -> None:
-    raise FP8BackendError("ranks share layers, and this copy of fp8_backends is without tensor parallelism")
+    raise FP8BackendError(
+        "ranks share layers, and this copy of fp8_backends is without tensor parallelism"
+    )
 
 
-PARALLEL: dict[str, Callable[..., Any]] = dict.fromkeys(("cut_of", "cut_obstacle", "operands"), _missing)
+PARALLEL: dict[str, Callable[..., Any]] = dict.fromkeys(
+    ("cut_of", "cut_obstacle", "operands"), _missing
+)
 """Functions for layers cut over ranks; the feature enters its own."""
 
 
 def parallel(function: str, layer: nn.Module, weight: torch.Tensor, *arguments: Any) -> Any:
-    """Call a function for a weight cut by a tensor-parallel style. Return None for any other weight."""
-    return PARALLEL[function](layer, weight, *arguments) if is_parallel(layer) and is_distributed(weight) else None
+    """Call a function for a weight cut by a tensor-parallel style. Return None for any other
+    weight."""
+    return (
+        PARALLEL[function](layer, weight, *arguments)
+        if is_parallel(layer) and is_distributed(weight)
+        else None
+    )
 
 
 class Split(NamedTuple):
@@ -73,7 +82,8 @@ def split_of(cut: Any, tensor: int) -> Split | None:
 
 
 class AlongContraction(NamedTuple):
-    """The blocks of a rule with scales along the contraction. Each product then needs its own codes."""
+    """The blocks of a rule with scales along the contraction. Each product then needs its own
+    codes."""
 
     blocks: Blocks
     """For activations and gradients."""
@@ -104,12 +114,15 @@ def fp8_product(
     fast_accumulation: bool = False,
     sums: str = EXACT,
 ) -> torch.Tensor:
-    """Return a [m, k] @ b [n, k].T, [m, n] of out_dtype. b holds a weight's codes unless `by_weight` is False."""
+    """Return a [m, k] @ b [n, k].T, [m, n] of out_dtype. b holds a weight's codes unless
+    `by_weight` is False."""
     if along is None or along.blocks is ROWS:
         return scaled_product(a, b, out_dtype, fast_accumulation, sums)
     if along.blocks is NVFP4:
         return nvfp4_product(a, b, out_dtype)
-    return block_scaled_product(a, along.blocks, b, along.weight_blocks if by_weight else along.blocks, out_dtype)
+    return block_scaled_product(
+        a, along.blocks, b, along.weight_blocks if by_weight else along.blocks, out_dtype
+    )
 
 
 class LayerRule(NamedTuple):
@@ -122,7 +135,8 @@ class LayerRule(NamedTuple):
     """fprop, dgrad, wgrad kept in high precision (`override_linear_precision`)."""
     fp8_in_eval: bool
     frozen_weight: str = ""
-    """Storage of a frozen weight: "stored" as FP8 (`fp8_params`), or "from" 4-bit codes of a checkpoint."""
+    """Storage of a frozen weight: "stored" as FP8 (`fp8_params`), or "from" 4-bit codes of a
+    checkpoint."""
     fp8_activations: bool = False
     """True if activations travel between ranks in FP8 if possible (`activation_comm`)."""
     fast_accumulation: bool = True
@@ -137,17 +151,25 @@ class LayerRule(NamedTuple):
         return self.others[product] or self
 
     def runs_in_fp8(self, training: bool) -> bool:
-        """Return True if a layer in this mode has FP8 products: all are paused in a bf16 phase (`schedule`)."""
+        """Return True if a layer in this mode has FP8 products: all are paused in a bf16 phase
+        (`schedule`)."""
         return (training or self.fp8_in_eval) and not all(self.high_precision)
 
     def format_of(self, tensor: int) -> Format:
         return self.gradient_format if tensor == GRAD_OUTPUT else self.forward_format
 
     def product(
-        self, a: Quantized, b: Quantized, out_dtype: torch.dtype, by_weight: bool = True, fprop: bool = False
+        self,
+        a: Quantized,
+        b: Quantized,
+        out_dtype: torch.dtype,
+        by_weight: bool = True,
+        fprop: bool = False,
     ) -> torch.Tensor:
         """Compute `fp8_product`."""
-        return fp8_product(self.along, a, b, out_dtype, by_weight, fprop and self.fast_accumulation, self.sums)
+        return fp8_product(
+            self.along, a, b, out_dtype, by_weight, fprop and self.fast_accumulation, self.sums
+        )
 
     @property
     def along(self) -> AlongContraction | None:
@@ -171,25 +193,30 @@ class LayerRule(NamedTuple):
 
     @property
     def gathers_codes(self) -> bool:
-        """Return True if an input split by tokens is gathered as codes: one scale serves all products."""
+        """Return True if an input split by tokens is gathered as codes: one scale serves all
+        products."""
         fprop, _, wgrad = self.high_precision
         one_rule = self.along is None and not any(self.others)
         return self.fp8_activations and one_rule and not (fprop or wgrad)
 
     @property
     def dgrad_reads_weight(self) -> bool:
-        """Return True if dgrad reads the weight as it is stored, not codes of w.T made in forward."""
+        """Return True if dgrad reads the weight as it is stored, not codes of w.T made in
+        forward."""
         return self.high_precision[DGRAD] or self.of(DGRAD).along is not None
 
     @property
     def keeps_nan(self) -> bool:
-        """Return True if a NaN counts in an amax and stays in the history, as in `record_window_amax`."""
+        """Return True if a NaN counts in an amax and stays in the history, as in
+        `record_window_amax`."""
         return self.scaling == "window"
 
     def __repr__(self) -> str:
         i, go = self.forward_format.name, self.gradient_format.name
         stored = f" {self.frozen_weight}" if self.frozen_weight else ""
-        high = "+".join(kind for kind, is_high in zip(KINDS, self.high_precision, strict=True) if is_high)
+        high = "+".join(
+            kind for kind, is_high in zip(KINDS, self.high_precision, strict=True) if is_high
+        )
         sums = "" if self.sums == EXACT else f",sums:{self.sums}"
         slow = "" if self.fast_accumulation else ",fast accumulation off"
         others = "".join(
@@ -221,11 +248,11 @@ def quantized(
     stored_scale_inv: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
 ) -> Layouts:
-    """Quantize a matrix [rows, columns] by the rule: `tensor` is INPUT, WEIGHT or GRAD_OUTPUT, `state` the layer's,
-    read-only; `quantization.quantize` has the other arguments.
+    """Quantize a matrix [rows, columns] by the rule: `tensor` is INPUT, WEIGHT or GRAD_OUTPUT,
+    `state` the layer's, read-only; `quantization.quantize` has the other arguments.
 
-    `split`: the cut of the matrix over ranks. Scales are of the whole matrix, except for the delayed rule, whose states
-    the ranks agree on after backward.
+    `split`: the cut of the matrix over ranks. Scales are of the whole matrix, except for the
+    delayed rule, whose states the ranks agree on after backward.
     """
     if rule.along is not None:
         if rule.along.blocks is NVFP4:
@@ -236,11 +263,20 @@ def quantized(
     if split is not None and scale is None:
         amax = split.agreed(quantization.amax_of(matrix, rule.keeps_nan))
     of_amax = {"rule": DYNAMIC}
-    if rule.scaling == "window":  # MS-AMP takes a weight's amax at the optimizer step: the same number
+    # MS-AMP takes a weight's amax at the optimizer step: the same number
+    if rule.scaling == "window":
         is_weight = tensor == WEIGHT
-        of_amax = {"rule": POWER_OF_TWO} if is_weight else {"rule": WINDOW, "window_state": state.select(0, tensor)}
+        of_amax = (
+            {"rule": POWER_OF_TWO}
+            if is_weight
+            else {"rule": WINDOW, "window_state": state.select(0, tensor)}
+        )
     return quantization.quantize(
-        *(matrix, fmt, scale, rows, columns), **of_amax, stored_scale_inv=stored_scale_inv, record=record, amax=amax
+        *(matrix, fmt, scale, rows, columns),
+        **of_amax,
+        stored_scale_inv=stored_scale_inv,
+        record=record,
+        amax=amax,
     )
 
 
@@ -256,8 +292,8 @@ def quantized_by_product(
     record: torch.Tensor | None,
     cast: Callable[[LayerRule, bool, bool, torch.Tensor | None], Layouts],
 ) -> Layouts:
-    """Quantize a matrix by the rules of its two products. `cast(rule, rows, columns, record)` quantizes by one;
-    `record` goes to the layer's own rule."""
+    """Quantize a matrix by the rules of its two products. `cast(rule, rows, columns, record)`
+    quantizes by one; `record` goes to the layer's own rule."""
     first, second = (rule.of(product) for product in READERS[tensor])
     both = (first.scaling, first.format_of(tensor)) == (second.scaling, second.format_of(tensor))
     if both or not (rows and columns):
@@ -282,12 +318,15 @@ def _in_blocks(
     if blocks is NVFP4_SQUARES:
         return nvfp4.quantize(matrix, WEIGHT, rows, columns)
     if blocks is not ROWS or split is None or not (columns, rows)[split.dim]:
-        return quantization.quantize_blocks(matrix, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv)
+        return quantization.quantize_blocks(
+            matrix, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv
+        )
     is_cut_row, cut = bool(split.dim), matrix if split.dim else matrix.t()
     amax = split.agreed(ROWS.amax(cut))
     codes = quantization.quantize_rows(cut, fmt, amax, stored_scale_inv)
     whole = quantization.quantize_blocks(
-        *(matrix, blocks, fmt, rows and not is_cut_row, columns and is_cut_row), stored_scale_inv=stored_scale_inv
+        *(matrix, blocks, fmt, rows and not is_cut_row, columns and is_cut_row),
+        stored_scale_inv=stored_scale_inv,
     )
     if is_cut_row:
         return Layouts(*codes, whole.transposed, whole.transposed_scale_inv)
@@ -300,7 +339,8 @@ class Stored(NamedTuple):
     data: torch.Tensor
     """FP32, bf16 or fp16; FP16 or FP8 of a `ScaledTensor`."""
     scale_inv: torch.Tensor | None
-    """FP32: one, one for each block of SQUARES, or of gathered codes; None: the data are the values."""
+    """FP32: one, one for each block of SQUARES, or of gathered codes; None: the data are the
+    values."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, product: str = gathered_codes.FPROP) -> Stored:
@@ -343,18 +383,28 @@ class Stored(NamedTuple):
         amax: torch.Tensor | None = None,
         split: Split | None = None,
     ) -> Layouts:
-        """Quantize by the rule. `columns`: a product contracts the rows too (by other codes if the rule has blocks).
-        `record`, `amax`: see `quantization.quantize`; `split`: see `quantized`."""
+        """Quantize by the rule. `columns`: a product contracts the rows too (by other codes if the
+        rule has blocks). `record`, `amax`: see `quantization.quantize`; `split`: see
+        `quantized`."""
         if rule.along is not None:
             return Layouts(*self.in_blocks(rule.along.weight_blocks, fmt, split=split))
-        return quantized(self.data, fmt, rule, state, WEIGHT, True, columns, record, split, self.scale_inv, amax)
+        return quantized(
+            self.data, fmt, rule, state, WEIGHT, True, columns, record, split, self.scale_inv, amax
+        )
 
-    def in_blocks(self, blocks: Blocks, fmt: Format, transposed: bool = False, split: Split | None = None) -> Quantized:
-        """Quantize `data`, or its transpose, in blocks. Stored FP8 codes have one scale in every block."""
+    def in_blocks(
+        self, blocks: Blocks, fmt: Format, transposed: bool = False, split: Split | None = None
+    ) -> Quantized:
+        """Quantize `data`, or its transpose, in blocks. Stored FP8 codes have one scale in every
+        block."""
         if self.is_in(fmt):
             codes = self.data.t() if transposed else self.data
             if self.scale_inv.dim():  # an FP8 checkpoint's, in SQUARES
-                return Quantized(codes, self.scale_inv.t().contiguous() if transposed else self.scale_inv)
+                return Quantized(
+                    codes, self.scale_inv.t().contiguous() if transposed else self.scale_inv
+                )
             return Quantized(codes, blocks.repeated(self.scale_inv, codes.shape))
-        layouts = _in_blocks(self.data, blocks, fmt, not transposed, transposed, split, self.scale_inv)
+        layouts = _in_blocks(
+            self.data, blocks, fmt, not transposed, transposed, split, self.scale_inv
+        )
         return layouts.along_rows() if transposed else layouts.along_columns()

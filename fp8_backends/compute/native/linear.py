@@ -22,7 +22,13 @@ from ..counts import result_dtype
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
 from ..products import plain_product, wgrad_dtype
-from ..refusals import note_whether_cut, refuse_cut_since, refuse_second_derivative, refuse_transforms, refuse_width
+from ..refusals import (
+    note_whether_cut,
+    refuse_cut_since,
+    refuse_second_derivative,
+    refuse_transforms,
+    refuse_width,
+)
 from ..registry import load
 from .gathered_weights import WeightCodes
 from .layer_rule import (
@@ -41,9 +47,10 @@ from .layer_rule import (
 from .scaling_states import KeepsLedger, Ledger, SharedCodes
 
 FROZEN = (ScaledTensor, BlockCodes)
-"""Types of frozen FP8 weights (`fp8_params`); products read their codes directly. A ScaledTensor has E4M3 codes with
-one scale, a power of two: FP32 and bf16 hold every value exactly, and a saved weight is loaded to the bit. BlockCodes
-keep the codes of a checkpoint: FP8 with a scale for 128 x 128 values, or others that the rule's cast reads as values.
+"""Types of frozen FP8 weights (`fp8_params`); products read their codes directly. A ScaledTensor
+has E4M3 codes with one scale, a power of two: FP32 and bf16 hold every value exactly, and a saved
+weight is loaded to the bit. BlockCodes keep the codes of a checkpoint: FP8 with a scale for 128 x
+128 values, or others that the rule's cast reads as values.
 """
 
 
@@ -74,11 +81,13 @@ class Operands(NamedTuple):
 
 
 class FP8Products(KeepsLedger):
-    """The FP8 products of a layer, mixed into its original class by conversion, which keeps the layer's Parameters.
+    """The FP8 products of a layer, mixed into its original class by conversion, which keeps the
+    layer's Parameters.
 
-    Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
-    on, else in the input's; products and gradients have it too (except as in `wgrad_dtype`). The gradient of a
-    `ScaledTensor` is plain, with the dtype of the weight's values.
+    Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast
+    dtype if autocast is on, else in the input's; products and gradients have it too (except as in
+    `wgrad_dtype`). The gradient of a `ScaledTensor` is plain, with the dtype of the weight's
+    values.
     """
 
     fp8_gathered = WeightCodes
@@ -108,7 +117,12 @@ class FP8Products(KeepsLedger):
         out_dtype, in_fp8 = result_dtype(input), self.fp8_rule.runs_in_fp8(training)
         if in_fp8 and input.numel() == 0 and isinstance(self.weight, GatheredCodes):
             return WithoutTokens.apply(input, self.out_features, out_dtype, self.weight, self.bias)
-        if not in_fp8 or out_dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
+        if (
+            not in_fp8
+            or out_dtype not in COMPUTE_DTYPES
+            or not input.is_floating_point()
+            or input.numel() == 0
+        ):
             return super().forward(input)
         refuse_transforms(self.weight)
         if self.fp8_rule.frozen_weight:
@@ -131,7 +145,11 @@ class FP8Products(KeepsLedger):
         for_dgrad = differentiable and input.requires_grad and not is_decoded(self.weight)
         w8 = self._quantized_weight(matrix, cut, for_dgrad, recorded)
         constants = self.fp8_ledger, state, self.fp8_rule, out_dtype, self.transposed_weight, cut
-        noted = () if recorded is None else (x8.amax, None if self.fp8_rule.scaling == "window" else w8.amax)
+        noted = (
+            ()
+            if recorded is None
+            else (x8.amax, None if self.fp8_rule.scaling == "window" else w8.amax)
+        )
         # before the product: checkpointing's second forward stops at its last saved tensor
         self.fp8_ledger.forward(self.fp8_rule, not self.fp8_rule.high_precision[FPROP], *noted)
         y = LinearFunction.apply(x, weight, bias, *constants, x8, w8, stored)
@@ -141,11 +159,18 @@ class FP8Products(KeepsLedger):
         """Return the weight as [out, in]."""
         return stored.t() if self.transposed_weight else stored
 
-    def _quantized_input(self, operands: Operands, for_wgrad: bool, recorded: torch.Tensor | None) -> Layouts:
-        """Quantize x as [tokens, in] for fprop and wgrad. `recorded`: the state that keeps its amax."""
+    def _quantized_input(
+        self, operands: Operands, for_wgrad: bool, recorded: torch.Tensor | None
+    ) -> Layouts:
+        """Quantize x as [tokens, in] for fprop and wgrad. `recorded`: the state that keeps its
+        amax."""
         rule, state = self.fp8_rule, self.fp8_scaling
         for_wgrad = for_wgrad and not rule.high_precision[WGRAD]
-        newest, x, split = self.fp8_ledger.newest(rule, recorded, INPUT), operands.input, operands.split
+        newest, x, split = (
+            self.fp8_ledger.newest(rule, recorded, INPUT),
+            operands.input,
+            operands.split,
+        )
         casts = []
 
         def cast() -> Layouts:
@@ -161,51 +186,71 @@ class FP8Products(KeepsLedger):
             self._record(INPUT, recorded, x8.amax)
         return x8
 
-    def _quantized_weight(self, weight: Stored, cut: Any, for_dgrad: bool, recorded: torch.Tensor | None) -> Layouts:
-        """Quantize w [out, in] for fprop, and dgrad if the same codes serve; empty for a weight stored in FP8."""
+    def _quantized_weight(
+        self, weight: Stored, cut: Any, for_dgrad: bool, recorded: torch.Tensor | None
+    ) -> Layouts:
+        """Quantize w [out, in] for fprop, and dgrad if the same codes serve; empty for a weight
+        stored in FP8."""
         rule, fmt, state = self.fp8_rule, self.fp8_rule.forward_format, self.fp8_scaling
         # kept codes serve all later forwards
         for_dgrad = (for_dgrad or self.fp8_shared.keeps_weights) and not rule.high_precision[DGRAD]
         newest = self.fp8_ledger.newest(rule, recorded, WEIGHT)
         if weight.is_in(fmt):
             amax = None
-            if isinstance(self.weight, GatheredCodes):  # record what a cast of the weight would have recorded
+            # record what a cast of the weight would have recorded
+            if isinstance(self.weight, GatheredCodes):
                 self.fp8_recomputed = self.fp8_shared.is_training(self) and is_checkpointed()
                 amax = self.weight.parts.get(gathered_codes.AMAX)
                 if newest is not None:
                     self._record(WEIGHT, recorded, amax)
             return Layouts(amax=amax)
         amax, split = None, split_of(cut, WEIGHT)
-        if rule.scaling != "delayed" and isinstance(self.weight, ScaledTensor) and not torch.compiler.is_compiling():
+        if (
+            rule.scaling != "delayed"
+            and isinstance(self.weight, ScaledTensor)
+            and not torch.compiler.is_compiling()
+        ):
             amax = self.weight.known_amax()
         for_dgrad = for_dgrad and not (any(rule.others) and rule.dgrad_reads_weight)
 
-        def cast(rule: LayerRule, rows: bool, columns: bool, record: torch.Tensor | None) -> Layouts:
+        def cast(
+            rule: LayerRule, rows: bool, columns: bool, record: torch.Tensor | None
+        ) -> Layouts:
             return weight.quantized(fmt, rule, state, columns, record, amax, split)
 
         def casts() -> Layouts:
             return quantized_by_product(rule, WEIGHT, True, for_dgrad, newest, cast)
 
         # the scale of the delayed rule moves with every forward
-        return casts() if rule.scaling == "delayed" else self.fp8_shared.of_weight(self, (rule, fmt), casts)
+        return (
+            casts()
+            if rule.scaling == "delayed"
+            else self.fp8_shared.of_weight(self, (rule, fmt), casts)
+        )
 
     def _record(self, tensor: int, state: torch.Tensor, amax: torch.Tensor) -> None:
         """Record an amax that no cast has recorded."""
-        (scaling.record_amax if self.fp8_rule.scaling == "delayed" else scaling.record_window_amax)(state, tensor, amax)
+        (scaling.record_amax if self.fp8_rule.scaling == "delayed" else scaling.record_window_amax)(
+            state, tensor, amax
+        )
 
     @torch.no_grad()
     def weight_codes(self) -> Quantized | None:
-        """Return the codes [out, in] of the next forward; None for a weight in high precision or sharded."""
+        """Return the codes [out, in] of the next forward; None for a weight in high precision or
+        sharded."""
         rule, weight = self.fp8_rule.of(FPROP), self.weight
         if self.fp8_rule.high_precision[FPROP] or is_distributed(weight):
             return None
         stored = self._matrix(Stored.of(weight))
         if stored.is_in(rule.forward_format):
             return Quantized(*stored)
-        return stored.quantized(rule.forward_format, rule, self.fp8_scaling, columns=False).along_columns()
+        return stored.quantized(
+            rule.forward_format, rule, self.fp8_scaling, columns=False
+        ).along_columns()
 
     def cast_of(self, tensor: int, values: torch.Tensor) -> Cast | None:
-        """Describe the cast for the tensor's first product; None for a sharded weight, or one stored only in FP8."""
+        """Describe the cast for the tensor's first product; None for a sharded weight, or one
+        stored only in FP8."""
         rule = self.fp8_rule
         readers = [product for product in READERS[tensor] if not rule.high_precision[product]]
         if not rule.runs_in_fp8(self.training) or not readers:
@@ -222,16 +267,30 @@ class FP8Products(KeepsLedger):
                 if not isinstance(values, ScaledTensor) or values.rest is None:
                     return None
                 exact = self._matrix(Stored(values.exact(torch.float32), None)).data
-                return Cast(exact, fmt, scaling.tensor_amax(exact), stored.scale_inv.reciprocal(), codes=stored.data)
+                return Cast(
+                    exact,
+                    fmt,
+                    scaling.tensor_amax(exact),
+                    stored.scale_inv.reciprocal(),
+                    codes=stored.data,
+                )
             matrix = stored.data if stored.scale_inv is None else stored.values(torch.float32)
         if rule.scaling == "nvfp4":
             amax = scaling.tensor_amax(matrix)
-            return Cast(matrix, fmt, amax, blocks=nvfp4.blocks_of(amax, nvfp4.BLOCK if tensor == WEIGHT else 1))
+            return Cast(
+                matrix,
+                fmt,
+                amax,
+                blocks=nvfp4.blocks_of(amax, nvfp4.BLOCK if tensor == WEIGHT else 1),
+            )
         if rule.along is not None:
-            return in_blocks(matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.along.blocks)
+            return in_blocks(
+                matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.along.blocks
+            )
         amax = scaling.tensor_amax(matrix)
         if rule.scaling == "delayed":
-            scale = scaling.delayed_scale(self.fp8_scaling, tensor).clone()  # the state changes later
+            # the state changes later
+            scale = scaling.delayed_scale(self.fp8_scaling, tensor).clone()
         elif rule.scaling == "dynamic":
             scale = scaling.scale_from_amax(amax, fmt)
         elif tensor == WEIGHT:
@@ -249,11 +308,16 @@ class FP8Products(KeepsLedger):
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         before = self.weight
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if isinstance(before, BlockCodes) and not isinstance(self.weight, BlockCodes):  # `assign=True`
+        # `assign=True`
+        if isinstance(before, BlockCodes) and not isinstance(self.weight, BlockCodes):
             values, self.weight = self.weight.detach(), before
             before.copy_(values)
-        elif self.fp8_rule.frozen_weight and not isinstance(self.weight, FROZEN):  # `assign=True`: another Parameter
-            values, self.weight = self.weight.detach(), nn.Parameter(frozen(self.weight), requires_grad=False)
+        # `assign=True`: another Parameter
+        elif self.fp8_rule.frozen_weight and not isinstance(self.weight, FROZEN):
+            values, self.weight = (
+                self.weight.detach(),
+                nn.Parameter(frozen(self.weight), requires_grad=False),
+            )
             self.weight.copy_(values)
         if isinstance(self.weight, ScaledTensor):
             self.weight.drop_exact_edits()
@@ -267,19 +331,23 @@ class FP8Linear(FP8Products, nn.Linear):
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = x @ w.T + b of quantized operands `x8` and `w8`, which is empty for a weight stored in FP8. x and w only
-    carry the gradients, unless a product stays in high precision or the rule quantizes the weight again. `stored`: the
-    Parameter in memory, w.T if `transposed`. `cut`: x and w are one rank's parts, and y may be a partial sum."""
+    """y = x @ w.T + b of quantized operands `x8` and `w8`, which is empty for a weight stored in
+    FP8. x and w only carry the gradients, unless a product stays in high precision or the rule
+    quantizes the weight again. `stored`: the Parameter in memory, w.T if `transposed`. `cut`: x and
+    w are one rank's parts, and y may be a partial sum."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, ledger, state, rule, out_dtype, transposed, cut, x8, w8, stored):
+    def forward(
+        ctx, x, weight, bias, ledger, state, rule, out_dtype, transposed, cut, x8, w8, stored
+    ):
         matrix = stored.t() if transposed else stored
         if rule.high_precision[FPROP]:
             y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), matrix.values(out_dtype))
         else:
             y = _fprop(rule, x8.along_columns(), w8.along_columns(), matrix, out_dtype)
         if bias is not None:
-            bias = bias.to(out_dtype)  # even if another rank adds it: all ranks sum its gradient alike
+            # even if another rank adds it: all ranks sum its gradient alike
+            bias = bias.to(out_dtype)
         if bias is not None and (cut is None or cut.adds_bias):
             # a padded product has gaps between rows, and selective checkpointing may have saved it
             y = y.add_(bias) if y.is_contiguous() and _saved_tensor_hook() is None else y + bias
@@ -290,16 +358,26 @@ class LinearFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             is_gathered = isinstance(weight, GatheredCodes)
             if is_gathered or rule.dgrad_reads_weight or is_decoded(weight):
-                # a plain weight as the Parameter, not as its data: DeepSpeed's ZeRO-3 takes the gathered data out of it
-                # after forward and puts new data in for backward, and frees nothing that is still referenced
-                saved_for_dgrad = Stored(weight, None) if is_gathered or stored.scale_inv is None else stored
+                # a plain weight as the Parameter, not as its data: DeepSpeed's ZeRO-3 takes the
+                # gathered data out of it after forward and puts new data in for backward, and frees
+                # nothing that is still referenced
+                saved_for_dgrad = (
+                    Stored(weight, None) if is_gathered or stored.scale_inv is None else stored
+                )
             else:
                 saved_for_dgrad = (Layouts(*matrix) if w8.codes is None else w8).along_rows()
         ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
-        ctx.ledger, ctx.state, ctx.rule, ctx.out_dtype, ctx.transposed = ledger, state, rule, out_dtype, transposed
+        ctx.ledger, ctx.state, ctx.rule, ctx.out_dtype, ctx.transposed = (
+            ledger,
+            state,
+            rule,
+            out_dtype,
+            transposed,
+        )
         ctx.cut, ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = cut, x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # no view, as with `F.linear`: FSDP2 warns of a view, since changing it in place loses its hooks
+        # no view, as with `F.linear`: FSDP2 warns of a view, since changing it in place loses its
+        # hooks
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
@@ -314,7 +392,9 @@ class LinearFunction(torch.autograd.Function):
         if fp8_dgrad or fp8_wgrad:
             newest = ctx.ledger.newest(rule, ctx.state, GRAD_OUTPUT)
             split = split_of(ctx.cut, GRAD_OUTPUT)
-            dy8 = cast_operand(dy, rule, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad, newest, split)
+            dy8 = cast_operand(
+                dy, rule, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad, newest, split
+            )
             ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, None if ctx.state is None else dy8.amax)
         if needs_dgrad:
             weight = _weight_for_dgrad(rule, *saved[-2:], ctx.transposed, ctx.state)
@@ -334,7 +414,9 @@ def cast_operand(matrix, rule, state, tensor, rows, columns, record, split) -> L
     """Quantize an input or output gradient for its products in FP8."""
     return quantized_by_product(
         *(rule, tensor, rows, columns, record),
-        lambda each, *flags: quantized(matrix, each.format_of(tensor), each, state, tensor, *flags, split),
+        lambda each, *flags: quantized(
+            matrix, each.format_of(tensor), each, state, tensor, *flags, split
+        ),
     )
 
 
@@ -348,13 +430,18 @@ def _weight_for_dgrad(rule, weight, scale_inv, transposed, state) -> Stored:
         if rule.dgrad_reads_weight:
             return matrix
         rule = rule.of(DGRAD)
-        return Stored(*quantized(matrix.data, rule.forward_format, rule, state, WEIGHT, rows=False).along_rows())
+        return Stored(
+            *quantized(
+                matrix.data, rule.forward_format, rule, state, WEIGHT, rows=False
+            ).along_rows()
+        )
     stored = Stored(weight, scale_inv)
     return stored.t() if transposed and rule.dgrad_reads_weight else stored
 
 
 def is_checkpointed() -> bool:
-    """Return True if backward may run this forward again; `use_reentrant` looks like a forward without gradients."""
+    """Return True if backward may run this forward again; `use_reentrant` looks like a forward
+    without gradients."""
     if torch.compiler.is_compiling():
         return False
     if not torch.is_grad_enabled():
@@ -365,12 +452,17 @@ def is_checkpointed() -> bool:
 
 def _saved_tensor_hook() -> Callable | None:
     """Return the function that packs tensors saved now, or None."""
-    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = (
+        None
+        if torch.compiler.is_compiling()
+        else torch._C._autograd._top_saved_tensors_default_hooks(True)
+    )
     return None if hooks is None else hooks[0]
 
 
 def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
-    """Return y [tokens, out] from x [tokens, in] and w [out, in]; w8 is empty for a weight stored in FP8."""
+    """Return y [tokens, out] from x [tokens, in] and w [out, in]; w8 is empty for a weight stored
+    in FP8."""
     rule = rule.of(FPROP)
     if w8.codes is None and rule.along is None:
         w8 = Quantized(*stored)
@@ -380,12 +472,15 @@ def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
 
 
 def _dgrad(rule, dy, dy8, weight: Stored, out_dtype, split) -> torch.Tensor:
-    """Return dx [tokens, in] from dy [tokens, out] and the stored w [out, in], or codes of w.T with one scale."""
+    """Return dx [tokens, in] from dy [tokens, out] and the stored w [out, in], or codes of w.T with
+    one scale."""
     if rule.high_precision[DGRAD]:
         return plain_product(dy.to(out_dtype), weight.values(out_dtype).t())
     rule, w8 = rule.of(DGRAD), Quantized(*weight)
     if rule.along is not None:
-        w8 = weight.in_blocks(rule.along.weight_blocks, rule.forward_format, transposed=True, split=split)
+        w8 = weight.in_blocks(
+            rule.along.weight_blocks, rule.forward_format, transposed=True, split=split
+        )
     return rule.product(dy8.along_columns(), w8, out_dtype)
 
 
@@ -393,7 +488,9 @@ def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:
     """Return dw [out, in] from dy [tokens, out] and x, or codes of x.T."""
     if rule.high_precision[WGRAD]:
         return plain_product(dy.to(out_dtype).t(), x.reshape(-1, x.shape[-1]).to(out_dtype).t())
-    return rule.of(WGRAD).product(dy8.along_rows(), Quantized(x, x_scale), out_dtype, by_weight=False)
+    return rule.of(WGRAD).product(
+        dy8.along_rows(), Quantized(x, x_scale), out_dtype, by_weight=False
+    )
 
 
 load("compute.native")

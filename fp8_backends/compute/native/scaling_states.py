@@ -1,9 +1,11 @@
-"""Counts of a native layer's FP8 products, amaxes noted by its compiled code, and codes shared by layers.
+"""Counts of a native layer's FP8 products, amaxes noted by its compiled code, and codes shared by
+layers.
 
-Eager code counts in Python integers and records amaxes in the scaling state; compiled code does both in tensors. AOT
-autograd saves backward's inputs as forward found them: of two backwards after two forwards the second would undo the
-first. Backward's notes therefore go through two operators that change memory without its knowledge. Declared effectful,
-they are kept without a reader of their result, run in order, and never run again by recomputation.
+Eager code counts in Python integers and records amaxes in the scaling state; compiled code does
+both in tensors. AOT autograd saves backward's inputs as forward found them: of two backwards after
+two forwards the second would undo the first. Backward's notes therefore go through two operators
+that change memory without its knowledge. Declared effectful, they are kept without a reader of
+their result, run in order, and never run again by recomputation.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,15 +36,17 @@ FPROPS = 2
 
 
 class Ledger:
-    """The counts of one layer with any number of scaling states (from `first` on), and the uncollected notes of its
-    compiled code: int32, amaxes as FP32 bits, since wrappers cast floating-point tensors."""
+    """The counts of one layer with any number of scaling states (from `first` on), and the
+    uncollected notes of its compiled code: int32, amaxes as FP32 bits, since wrappers cast
+    floating-point tensors."""
 
     def __init__(self, device: torch.device, states: int = 1, first: int = 0) -> None:
         self.first = first
         self.counts = ProductCounts()
         """Eager code's products."""
         self.of_forward = torch.zeros((3, states), dtype=torch.int32, device=device)
-        """Compiled code's largest amaxes of INPUT and WEIGHT, and its fprops; one tensor, hence one kernel."""
+        """Compiled code's largest amaxes of INPUT and WEIGHT, and its fprops; one tensor, hence one
+        kernel."""
         self.dgrads_wgrads = torch.zeros(2, dtype=torch.int32, device=device)
         """Compiled code's numbers of dgrads and wgrads."""
         self.grad_output = torch.zeros(states, dtype=torch.int32, device=device)
@@ -58,9 +62,11 @@ class Ledger:
             if isinstance(value, torch.Tensor):
                 setattr(self, name, function(value))
 
-    def forward(self, rule: LayerRule, fprop: bool, input: _Amax = None, weight: _Amax = None) -> None:
-        """Count the product of a forward, if it ran in FP8. Compiled code counts recomputation too, and notes these
-        amaxes, FP32 [states] or 0-dimensional; eager code has recorded them."""
+    def forward(
+        self, rule: LayerRule, fprop: bool, input: _Amax = None, weight: _Amax = None
+    ) -> None:
+        """Count the product of a forward, if it ran in FP8. Compiled code counts recomputation too,
+        and notes these amaxes, FP32 [states] or 0-dimensional; eager code has recorded them."""
         if not torch.compiler.is_compiling():
             if fprop:
                 self.counts.add(RECOMPUTED if inside_backward() else FPROP)
@@ -73,14 +79,22 @@ class Ledger:
                 new = torch.where(row == tensor, larger.view(torch.int32), new)
         noted.copy_(new)
 
-    def newest(self, rule: LayerRule, state: torch.Tensor | None, tensor: int) -> torch.Tensor | None:
-        """Return the place for a cast to record its amax, FP32 bits in int32; None if it records none."""
-        if state is None or torch.compiler.is_compiling() or (tensor == WEIGHT and rule.scaling == "window"):
+    def newest(
+        self, rule: LayerRule, state: torch.Tensor | None, tensor: int
+    ) -> torch.Tensor | None:
+        """Return the place for a cast to record its amax, FP32 bits in int32; None if it records
+        none."""
+        if (
+            state is None
+            or torch.compiler.is_compiling()
+            or (tensor == WEIGHT and rule.scaling == "window")
+        ):
             return None
         return state.select(0, tensor).select(0, HISTORY)
 
     def backward(self, rule: LayerRule, dgrad: bool, wgrad: bool, amax: _Amax = None) -> None:
-        """Count a backward's products in FP8. Compiled code also notes GRAD_OUTPUT's amax, FP32 [states] or 0-dim."""
+        """Count a backward's products in FP8. Compiled code also notes GRAD_OUTPUT's amax, FP32
+        [states] or 0-dim."""
         if torch.compiler.is_compiling():
             amax = None if amax is None else self._of_all(amax)
             note_backward(self.dgrads_wgrads, dgrad, wgrad, self.grad_output, amax, rule.keeps_nan)
@@ -97,13 +111,20 @@ class Ledger:
         """Return all products so far, of eager and compiled code. Waits for the device."""
         total = replace(self.counts)
         if self.device.type != "meta":
-            fprop, dgrad, wgrad = torch.cat([self.of_forward[FPROPS, :1], self.dgrads_wgrads]).tolist()
-            total.fprop, total.dgrad, total.wgrad = total.fprop + fprop, total.dgrad + dgrad, total.wgrad + wgrad
+            fprop, dgrad, wgrad = torch.cat(
+                [self.of_forward[FPROPS, :1], self.dgrads_wgrads]
+            ).tolist()
+            total.fprop, total.dgrad, total.wgrad = (
+                total.fprop + fprop,
+                total.dgrad + dgrad,
+                total.wgrad + wgrad,
+            )
         return total
 
 
 class SharedCodes(Modes):
-    """Codes for several layers (of an activation) or microbatches (of a weight) of a prepared model."""
+    """Codes for several layers (of an activation) or microbatches (of a weight) of a prepared
+    model."""
 
     def __init__(self, keeps_weights: bool = False) -> None:
         super().__init__()
@@ -111,12 +132,14 @@ class SharedCodes(Modes):
         """True to keep codes of weights from one forward to the next."""
         self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._weights: WeakKeyDictionary[nn.Module, tuple] = WeakKeyDictionary()
-        """Layers with a gradient at the last optimizer step, and codes of their weights since. Nothing else changes
-        these weights; code that averages others (a momentum teacher) often writes through `.data`, unseen."""
+        """Layers with a gradient at the last optimizer step, and codes of their weights since.
+        Nothing else changes these weights; code that averages others (a momentum teacher) often
+        writes through `.data`, unseen."""
 
     def of_input(self, x: torch.Tensor, key: tuple, quantize: Callable) -> Any:
-        """Return quantize(), or an earlier layer's result for this very tensor and key, held for the tensor's lifetime.
-        Only for results of autograd: a leaf, such as a batch in a numpy array, can change without a trace."""
+        """Return quantize(), or an earlier layer's result for this very tensor and key, held for
+        the tensor's lifetime. Only for results of autograd: a leaf, such as a batch in a numpy
+        array, can change without a trace."""
         if torch.compiler.is_compiling() or x.grad_fn is None:
             return quantize()  # a compiler finds equal casts itself
         version, codes = self._inputs.get(x, (None, None))
@@ -132,26 +155,38 @@ class SharedCodes(Modes):
         self.forget_weights()
 
     def forget_weights(self, trained: Iterable[nn.Module] = ()) -> None:
-        """Drop the codes of all weights, after a change of any kind. Keep later codes of these layers."""
+        """Drop the codes of all weights, after a change of any kind. Keep later codes of these
+        layers."""
         self._weights.clear()
         if self.keeps_weights:
             self._weights.update(dict.fromkeys(trained, (None, None, None)))
 
     def of_weight(self, layer: nn.Module, key: tuple, quantize: Callable) -> Any:
-        """Return quantize(), or an earlier forward's result for this layer, its very weight, and key. Misses changes
-        through `weight.data`, which autograd does not count. Keeps codes only in training, of trained weights, and only
-        of whole ones: codes of gathered weights would need the memory saved by sharding."""
-        if torch.compiler.is_compiling() or not (layer.training and layer in self._weights and _is_whole(layer.weight)):
+        """Return quantize(), or an earlier forward's result for this layer, its very weight, and
+        key. Misses changes through `weight.data`, which autograd does not count. Keeps codes only
+        in training, of trained weights, and only of whole ones: codes of gathered weights would
+        need the memory saved by sharding."""
+        if torch.compiler.is_compiling() or not (
+            layer.training and layer in self._weights and _is_whole(layer.weight)
+        ):
             return quantize()
         memory = tuple(  # and its version. The weak reference keeps its address from reuse
-            (StorageWeakRef(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype, t._version)
+            (
+                StorageWeakRef(t.untyped_storage()),
+                t.storage_offset(),
+                t.shape,
+                t.stride(),
+                t.dtype,
+                t._version,
+            )
             for t in Stored.of(layer.weight)
             if t is not None
         )
         known_memory, known_key, codes = self._weights[layer]
         if known_memory != memory or known_key != key:
             codes = quantize()
-            if not torch.is_inference_mode_enabled():  # a later forward in training could not save such codes
+            # a later forward in training could not save such codes
+            if not torch.is_inference_mode_enabled():
                 self._weights[layer] = (memory, key, codes)
         return codes
 
@@ -164,22 +199,31 @@ class SharedCodes(Modes):
 
 
 def _is_whole(weight: torch.Tensor) -> bool:
-    """Return True for a layer's own Parameter in real memory that nobody swaps (DeepSpeed's ZeRO-3 does)."""
+    """Return True for a layer's own Parameter in real memory that nobody swaps (DeepSpeed's ZeRO-3
+    does)."""
     if is_decoded(weight):
         return False  # kept codes would take more memory than its own
     data = Stored.of(weight).data
     plain = type(data) is torch.Tensor and data.device.type != "meta"
-    return plain and isinstance(weight, nn.Parameter) and weight.is_leaf and not hasattr(weight, "ds_id")
+    return (
+        plain
+        and isinstance(weight, nn.Parameter)
+        and weight.is_leaf
+        and not hasattr(weight, "ds_id")
+    )
 
 
 class KeepsLedger(nn.Module):
-    """A layer with a ledger, `fp8_ledger`, and the state of its scaling rule, both created by `_reset_state`.
+    """A layer with a ledger, `fp8_ledger`, and the state of its scaling rule, both created by
+    `_reset_state`.
 
-    Neither is a buffer: `AveragedModel` and other averages pair a model's buffers with a copy's from before `prepare`.
+    Neither is a buffer: `AveragedModel` and other averages pair a model's buffers with a copy's
+    from before `prepare`.
     """
 
     fp8_scaling: torch.Tensor | None = None
-    """int32 [3, 2 + history length], of each matrix for a 3-D weight; None for a rule without state."""
+    """int32 [3, 2 + history length], of each matrix for a 3-D weight; None for a rule without
+    state."""
     fp8_recomputed = False
     """True if backward may run the last forward again."""
     fp8_gathered: Callable[[nn.Module], Any]
@@ -193,7 +237,8 @@ class KeepsLedger(nn.Module):
 
     @property
     def fp8_products(self) -> torch.Tensor:
-        """The numbers of fprops, dgrads, wgrads and recomputed fprops in FP8: int64 [4], on the CPU."""
+        """The numbers of fprops, dgrads, wgrads and recomputed fprops in FP8: int64 [4], on the
+        CPU."""
         return torch.tensor(astuple(self.fp8_ledger.total()), dtype=torch.int64, device="cpu")
 
     @property
@@ -202,7 +247,10 @@ class KeepsLedger(nn.Module):
         rule, device = self.fp8_rule, self.weight.device
         if emulates(rule.sums, device):
             return f"{rule.sums} sums"
-        scaling, has_e5m2 = rule.scaling if rule.has_blocks else "dynamic", rule.gradient_format == E5M2
+        scaling, has_e5m2 = (
+            rule.scaling if rule.has_blocks else "dynamic",
+            rule.gradient_format == E5M2,
+        )
         return engine_for(device, self.fp8_out_dtype, scaling, has_e5m2)
 
     def _apply(self, fn, recurse=True):
@@ -218,8 +266,9 @@ class KeepsLedger(nn.Module):
         self.fp8_scaling = None if self.fp8_scaling is None else function(self.fp8_scaling)
 
     def _follow(self, device: torch.device) -> None:
-        """Move ledger and state to the weight's device: a wrapper may have moved only the parameters, or assigned real
-        weights to a model prepared on meta. Offloaded weights are on meta between forwards."""
+        """Move ledger and state to the weight's device: a wrapper may have moved only the
+        parameters, or assigned real weights to a model prepared on meta. Offloaded weights are on
+        meta between forwards."""
         state = self.fp8_ledger.of_forward if self.fp8_scaling is None else self.fp8_scaling
         if device.type == "meta" or state.device == device:
             return
@@ -230,7 +279,8 @@ class KeepsLedger(nn.Module):
 
 
 def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.Tensor:
-    """Move amaxes noted by compiled code to the stacked states, int32 [states, 3, 2 + history length], in place."""
+    """Move amaxes noted by compiled code to the stacked states, int32 [states, 3, 2 + history
+    length], in place."""
     of_forward = [ledger.of_forward.narrow(0, 0, FPROPS) for ledger in ledgers]
     take = take_amaxes if torch.compiler.is_compiling() else _take_amaxes
     of_backward = take([ledger.grad_output for ledger in ledgers])
@@ -241,7 +291,9 @@ def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.
     return states
 
 
-def _larger(a: torch.Tensor, b: torch.Tensor, keep_nan: bool, out: torch.Tensor | None = None) -> torch.Tensor:
+def _larger(
+    a: torch.Tensor, b: torch.Tensor, keep_nan: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
     return torch.maximum(a, b, out=out) if keep_nan else torch.fmax(a, b, out=out)
 
 

@@ -1,9 +1,10 @@
-"""Multiply by a weight cut over the ranks of a tensor-parallel mesh: PyTorch's `parallelize_module`, transformers'
-`tp_plan`.
+"""Multiply by a weight cut over the ranks of a tensor-parallel mesh: PyTorch's
+`parallelize_module`, transformers' `tp_plan`.
 
-The Parameter is a DTensor, and each rank multiplies its part. An operand in parts gets its scale from the amax of the
-whole, by a maximum over the ranks: its codes are those of one process, to the bit. Outputs are columns (colwise) or
-partial sums (rowwise); the styles' own hooks, or transformers' wrappers, do the rest.
+The Parameter is a DTensor, and each rank multiplies its part. An operand in parts gets its scale
+from the amax of the whole, by a maximum over the ranks: its codes are those of one process, to the
+bit. Outputs are columns (colwise) or partial sums (rowwise); the styles' own hooks, or
+transformers' wrappers, do the rest.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Cut(NamedTuple):
 
 
 def cut_of(layer: nn.Module, weight: torch.Tensor, is_transposed: bool) -> Cut | None:
-    """Read the cut of a layer's matrix, by a mesh of one dimension, or of each matrix in a 3-D weight."""
+    """Read the cut of a layer's matrix, by a mesh of one dimension, or of each matrix in a 3-D
+    weight."""
     mesh, matrix = weight.device_mesh, weight.dim() - 2
     if not matrix and mesh.ndim != 1:
         return None
@@ -80,15 +82,17 @@ def cut_of(layer: nn.Module, weight: torch.Tensor, is_transposed: bool) -> Cut |
 
 
 def cut_obstacle(layer: nn.Module, weight: torch.Tensor, blocks: Blocks | None) -> str | None:
-    """Return the reason to keep the parts in high precision, or None: one is empty, or ranks share a block."""
+    """Return the reason to keep the parts in high precision, or None: one is empty, or ranks share
+    a block."""
     length = (blocks and blocks.columns) or 1
     instead = "use a scaling rule without blocks (dynamic, rowwise, delayed, window)"
     return part_obstacle(layer, weight, length, f"which cuts a block of {length} in two: {instead}")
 
 
 def operands(layer: nn.Module, x: torch.Tensor) -> Operands:
-    """Return this rank's parts of a layer's input, weight and bias. Raises `FP8BackendError` for a distributed weight
-    with a plain input, on a mesh of more dimensions, or with a `cut_obstacle`."""
+    """Return this rank's parts of a layer's input, weight and bias. Raises `FP8BackendError` for a
+    distributed weight with a plain input, on a mesh of more dimensions, or with a
+    `cut_obstacle`."""
     weight, bias, rule = layer.weight, layer.bias, layer.fp8_rule
     if not is_distributed(weight):
         # transformers calls some layers with local tensors, and wraps their output
@@ -96,24 +100,34 @@ def operands(layer: nn.Module, x: torch.Tensor) -> Operands:
         is_part = weight.shape != (whole[::-1] if layer.transposed_weight else whole)
         cut = layer.fp8_cut if is_part else None
         return Operands(x, weight, bias, cut, x, x, split_of(cut, INPUT))
-    cut, obstacle = cut_of(layer, weight, layer.transposed_weight), cut_obstacle(layer, weight, rule.weight_blocks)
+    cut, obstacle = (
+        cut_of(layer, weight, layer.transposed_weight),
+        cut_obstacle(layer, weight, rule.weight_blocks),
+    )
     if cut is None or obstacle or not is_distributed(x):
-        reason = obstacle or f"the weight is placed as {weight.placements}, and the input is a {type(x).__name__}"
+        reason = (
+            obstacle
+            or f"the weight is placed as {weight.placements}, and the input is a {type(x).__name__}"
+        )
         raise FP8BackendError(
-            f"an FP8 layer {layer.in_features} -> {layer.out_features} whose weight is a DTensor cannot run: {reason}. "
-            "Prepare after parallelize_module or tp_plan, on a mesh of one dimension, or name the layer in exclude"
+            f"an FP8 layer {layer.in_features} -> {layer.out_features} whose weight is a DTensor "
+            f"cannot run: {reason}. Prepare after parallelize_module or tp_plan, on a mesh of one "
+            "dimension, or name the layer in exclude"
         )
     if not torch.compiler.is_compiling():
         layer.fp8_cut = cut
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    (placed,), last, sums = x.placements, x.dim() - 1, [Partial()]  # gradients with one summand on each rank
+    # gradients with one summand on each rank
+    (placed,), last, sums = x.placements, x.dim() - 1, [Partial()]
     has_tokens = placed.is_shard() and placed.dim % x.dim() != last
     if cut.style == COLWISE and has_tokens and rule.gathers_codes:
         input = layer.fp8_shared.of_input(x, ("gathered",), lambda: _WithoutValues.apply(x))
         parts = weight.to_local(), None if bias is None else bias.to_local()
         split = cut._replace(style=OF_TOKENS).split(INPUT)
-        return Operands(input, *parts, cut, x, x.to_local(), split, gather=functools.partial(gathered, x))
+        return Operands(
+            input, *parts, cut, x, x.to_local(), split, gather=functools.partial(gathered, x)
+        )
     if cut.style == REPLICATED and has_tokens and not rule.has_blocks:
         cut = cut._replace(style=OF_TOKENS)
     else:
@@ -127,8 +141,8 @@ def operands(layer: nn.Module, x: torch.Tensor) -> Operands:
 
 
 def _origin(x: Any, local: torch.Tensor) -> tuple[Any, tuple]:
-    """Return the source of an input and its view. A style wraps each layer's input in a new DTensor, with a view of one
-    plain tensor; an original DTensor is the same for all layers."""
+    """Return the source of an input and its view. A style wraps each layer's input in a new
+    DTensor, with a view of one plain tensor; an original DTensor is the same for all layers."""
     plain = None if torch.compiler.is_compiling() else local._base
     if plain is None or plain.grad_fn is None:
         return x, ()
@@ -136,11 +150,17 @@ def _origin(x: Any, local: torch.Tensor) -> tuple[Any, tuple]:
 
 
 class _WithoutValues(torch.autograd.Function):
-    """A DTensor's whole shape, without values. Backward sums the ranks' gradients for their own tokens."""
+    """A DTensor's whole shape, without values. Backward sums the ranks' gradients for their own
+    tokens."""
 
     @staticmethod
     def forward(ctx, x):
-        ctx.mesh, ctx.placements, ctx.shape, ctx.strides = x.device_mesh, x.placements, x.shape, x.stride()
+        ctx.mesh, ctx.placements, ctx.shape, ctx.strides = (
+            x.device_mesh,
+            x.placements,
+            x.shape,
+            x.stride(),
+        )
         return x.to_local().new_empty(()).expand(x.shape)
 
     @staticmethod
@@ -152,14 +172,19 @@ class _WithoutValues(torch.autograd.Function):
 
 
 def gathered(tokens: Any, part: Layouts) -> Layouts:
-    """Gather the codes [all tokens, in] of a DTensor split by tokens, a byte an element; ranks share the scale."""
+    """Gather the codes [all tokens, in] of a DTensor split by tokens, a byte an element; ranks
+    share the scale."""
     from torch.distributed.tensor import DTensor, Replicate
 
     local = part.codes.view(torch.uint8).view(tokens.to_local().shape)
     shape = {"shape": tokens.shape, "stride": tokens.stride()}
-    codes = DTensor.from_local(local, tokens.device_mesh, tokens.placements, run_check=False, **shape)
+    codes = DTensor.from_local(
+        local, tokens.device_mesh, tokens.placements, run_check=False, **shape
+    )
     codes = codes.redistribute(placements=[Replicate()]).to_local().reshape(-1, tokens.shape[-1])
-    return part._replace(codes=codes.view(part.codes.dtype), transposed=None, transposed_scale_inv=None)
+    return part._replace(
+        codes=codes.view(part.codes.dtype), transposed=None, transposed_scale_inv=None
+    )
 
 
 PARALLEL.update(cut_of=cut_of, cut_obstacle=cut_obstacle, operands=operands)

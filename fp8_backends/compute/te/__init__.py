@@ -1,1 +1,2 @@
-"""The `te` backend. Most of its files import TransformerEngine, and are imported only when it is used."""
+"""The `te` backend. Most of its files import TransformerEngine, and are imported only when it is
+used."""

@@ -1,7 +1,7 @@
 """The `te` backend: NVIDIA's TransformerEngine on the model's own Parameters.
 
-It enters TransformerEngine's global `autocast` around the forward of the prepared root, pads rows, recomputes with the
-scales of the original forward, and keeps checkpoints plain (docs/choosing.rst).
+It enters TransformerEngine's global `autocast` around the forward of the prepared root, pads rows,
+recomputes with the scales of the original forward, and keeps checkpoints plain (docs/choosing.rst).
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
 from ...formats.formats import AMAX, POSITIVE, RECIPE_FORMATS, check_values
-from ...formats.scaling import GRAD_OUTPUT, MX, SQUARES, VECTORS, WEIGHT, Quantized, scale_from_amax, tensor_amax
+from ...formats.scaling import (
+    GRAD_OUTPUT,
+    MX,
+    SQUARES,
+    VECTORS,
+    WEIGHT,
+    Quantized,
+    scale_from_amax,
+    tensor_amax,
+)
 from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import is_distributed, local_part
 from ...tensors.statistics import Cast, in_blocks
@@ -56,8 +65,8 @@ class TransformerEngineCompute(Compute):
             return Availability(
                 False,
                 "TransformerEngine is not installed",
-                f"{chips.INSTALL_TE}, after PyTorch for CUDA, on an NVIDIA GPU of compute capability 8.9 or higher; or "
-                f"{chips.INSTEAD_OF_TE}",
+                f"{chips.INSTALL_TE}, after PyTorch for CUDA, on an NVIDIA GPU of compute "
+                f"capability 8.9 or higher; or {chips.INSTEAD_OF_TE}",
             )
         if not _has_compiled_part():
             return Availability(
@@ -65,7 +74,8 @@ class TransformerEngineCompute(Compute):
                 "TransformerEngine's package is installed without its compiled part for PyTorch",
                 f"{chips.INSTALL_TE}, or {chips.INSTEAD_OF_TE}",
             )
-        if "transformer_engine.pytorch" in sys.modules:  # it checks the versions of driver and libraries
+        # it checks the versions of driver and libraries
+        if "transformer_engine.pytorch" in sys.modules:
             from .recipes import device_support
 
             supported, reason = device_support("delayed")
@@ -76,10 +86,13 @@ class TransformerEngineCompute(Compute):
             reason = f"{chips.NOTES[cell.note].reason} (here: {chip.title})" if cell.note else ""
         if not supported:
             return Availability(False, reason, chips.INSTEAD_OF_TE)
-        return Availability(True, f"TransformerEngine {hardware.version('transformer-engine')} on cuda")
+        return Availability(
+            True, f"TransformerEngine {hardware.version('transformer-engine')} on cuda"
+        )
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse fields that TransformerEngine ignores, except wgrad in high precision (`linear.PlainWgrad`)."""
+        """Refuse fields that TransformerEngine ignores, except wgrad in high precision
+        (`linear.PlainWgrad`)."""
         if recipe.interval != 1:
             raise RecipeError(
                 f"interval={recipe.interval}: TransformerEngine ignores it since version 2.4; "
@@ -88,8 +101,10 @@ class TransformerEngineCompute(Compute):
         if any(recipe.override_linear_precision[:2]) or recipe.by_product:
             name = "products" if "products" in recipe.given else "override_linear_precision"
             raise RecipeError(
-                f"{name}={getattr(recipe, name)}: with te only wgrad can be in high precision, products="
-                f'{{"wgrad": "bf16"}}: TransformerEngine itself ignores the field since version 2.1. '
+                f"{name}={getattr(recipe, name)}: with te only wgrad can be in high precision, "
+                "products="
+                f'{{"wgrad": "bf16"}}: TransformerEngine itself ignores the field since version '
+                "2.1. "
                 f"Use that, or native:{recipe.scaling}, which honours every combination"
             )
 
@@ -100,7 +115,9 @@ class TransformerEngineCompute(Compute):
         layer.te_state.paused = recipe is None
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
-        return super().unfit(linear, recipe) or unaligned(linear.in_features, linear.out_features, recipe)
+        return super().unfit(linear, recipe) or unaligned(
+            linear.in_features, linear.out_features, recipe
+        )
 
     def norms(self, root: nn.Module, recipe: Recipe) -> list[Norm]:
         load()
@@ -126,8 +143,9 @@ class TransformerEngineCompute(Compute):
             check_version(f"{recipe.name} of Conv1D layers", instead=f"native:{recipe.scaling}")
             if recipe.fp8_params and recipe.scaling == "mxfp8":
                 raise RecipeError(
-                    "fp8_params=True does not go with te:mxfp8 and a Conv1D: TransformerEngine's MXFP8 weights cannot "
-                    "be read transposed. Use te:blockwise, te:dynamic or native:mxfp8, or leave out fp8_params"
+                    "fp8_params=True does not go with te:mxfp8 and a Conv1D: TransformerEngine's "
+                    "MXFP8 weights cannot be read transposed. Use te:blockwise, te:dynamic or "
+                    "native:mxfp8, or leave out fp8_params"
                 )
         carrier = TELinear.around(linear, linear.in_features, linear.out_features, shared)
         if recipe.fp8_params:
@@ -173,7 +191,8 @@ class TransformerEngineCompute(Compute):
         recipe, weight = module.te_state.recipe, local_part(module.weight)
         scaled = isinstance(weight, ScaledTensor)
         one_scale, is_its_codes = recipe.scaling in ONE_SCALE, _is_its_codes(weight, recipe)
-        if recipe.fp8_params:  # products read the weight itself, or a copy if it lies the other way round
+        # products read the weight itself, or a copy if it lies the other way round
+        if recipe.fp8_params:
             return float(module.transposed_weight and one_scale and not transposed_copies())
         if module.te_fsdp2 and not scaled:
             return 0.0  # recreated in backward
@@ -189,14 +208,18 @@ class TransformerEngineCompute(Compute):
         return Quantized(weight.codes, weight.scale_inv) if has_codes else None
 
     def cast_of(self, module: TELayer, tensor: int, values: torch.Tensor) -> Cast | None:
-        """Return the cast by the equal rules of `formats.scaling`, or by TransformerEngine's own delayed scales. None
-        for a weight that is sharded, or multiplied without a cast."""
+        """Return the cast by the equal rules of `formats.scaling`, or by TransformerEngine's own
+        delayed scales. None for a weight that is sharded, or multiplied without a cast."""
         recipe = module.te_state.recipe
         if not hasattr(type(module), "matrix") or not module.te_state.runs_in_fp8(module.training):
             return None
         if tensor == WEIGHT:
             values = module.matrix
-            if is_distributed(values) or type(values.data) is not torch.Tensor or isinstance(values, ScaledTensor):
+            if (
+                is_distributed(values)
+                or type(values.data) is not torch.Tensor
+                or isinstance(values, ScaledTensor)
+            ):
                 return None
         forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
         fmt = gradient if tensor == GRAD_OUTPUT else forward
@@ -229,7 +252,9 @@ class TransformerEngineCompute(Compute):
     def load_scaling_state(self, root: nn.Module, state: dict[str, torch.Tensor]) -> None:
         for name, layer in self.converted_layers(root).items():
             prefix = f"{name}.te_"
-            layer.load_scaling_state({part: state[f"{prefix}{part}"] for part in layer.scaling_state()})
+            layer.load_scaling_state(
+                {part: state[f"{prefix}{part}"] for part in layer.scaling_state()}
+            )
 
 
 def unaligned(in_features: int, out_features: int, recipe: Recipe) -> str | None:
@@ -242,10 +267,12 @@ def unaligned(in_features: int, out_features: int, recipe: Recipe) -> str | None
 
 
 def load() -> Any:
-    """Import TransformerEngine's PyTorch module. Raises `BackendUnavailableError` if it does not load."""
+    """Import TransformerEngine's PyTorch module. Raises `BackendUnavailableError` if it does not
+    load."""
     try:
         import transformer_engine.pytorch as te
-    except Exception as error:  # a missing library is an OSError, another mismatch a RuntimeError or AssertionError
+    # a missing library is an OSError, another mismatch a RuntimeError or AssertionError
+    except Exception as error:
         reason = f"importing TransformerEngine fails with {type(error).__name__}: {error}"
         fix = f"{REINSTALL}, or {chips.INSTEAD_OF_TE}"
         raise BackendUnavailableError(f"te cannot run here: {reason}. Fix: {fix}") from error
@@ -253,7 +280,8 @@ def load() -> Any:
 
 
 def _is_its_codes(weight: torch.Tensor, recipe: Recipe) -> bool:
-    """Return True if TransformerEngine multiplies the stored data without a cast (`weights.for_te`)."""
+    """Return True if TransformerEngine multiplies the stored data without a cast
+    (`weights.for_te`)."""
     from .weights import ONE_SCALE
 
     is_scaled = isinstance(weight, ScaledTensor)
@@ -263,7 +291,11 @@ def _is_its_codes(weight: torch.Tensor, recipe: Recipe) -> bool:
 def _has_compiled_part() -> bool:
     """Look for TransformerEngine's extension for PyTorch, without loading it."""
     name = "transformer_engine_torch"
-    if name in sys.modules or hardware.version("transformer-engine-torch") or importlib.util.find_spec(name):
+    if (
+        name in sys.modules
+        or hardware.version("transformer-engine-torch")
+        or importlib.util.find_spec(name)
+    ):
         return True
     package = Path(importlib.util.find_spec("transformer_engine").origin).parent
     return any(any(folder.glob(f"*{name}*")) for folder in (package, package / "wheel_lib"))

@@ -1,8 +1,9 @@
 """The common part of all `te` layers: FP8 regions, counts of products, and scales.
 
-TransformerEngine's layers multiply by `general_gemm`, and experts by `general_grouped_gemm` (all in one call). They are
-wrapped where the layers look them up: a call with only FP8 operands is a product of the layer whose forward or autograd
-node runs, and its layout tells the kind (docs/patches.rst lists alternatives).
+TransformerEngine's layers multiply by `general_gemm`, and experts by `general_grouped_gemm` (all in
+one call). They are wrapped where the layers look them up: a call with only FP8 operands is a
+product of the layer whose forward or autograd node runs, and its layout tells the kind
+(docs/patches.rst lists alternatives).
 
 Imports TransformerEngine, so it is imported when a layer is converted or unpickled.
 """
@@ -28,11 +29,18 @@ from ...tensors.state_dict_copies import StateDictCopies
 from ...torch_tools.backward_end import call_when_backward_ends, inside_backward
 from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, Modes, ProductCounts
 from ..interface import Recipe
-from .recipes import VERSION, FP8GlobalStateManager, autocast, fast_accumulation_off, recipe_object, refuse_cpu
+from .recipes import (
+    VERSION,
+    FP8GlobalStateManager,
+    autocast,
+    fast_accumulation_off,
+    recipe_object,
+    refuse_cpu,
+)
 
 DELAYED_PIPELINE = Refusal(
-    "delayed scales of te do not go with a pipeline: after each forward TransformerEngine takes the largest amaxes of "
-    "all ranks, and ranks with other stages would wait forever",
+    "delayed scales of te do not go with a pipeline: after each forward TransformerEngine takes "
+    "the largest amaxes of all ranks, and ranks with other stages would wait forever",
     "use te:dynamic, whose scales need no agreement, or native:delayed",
 )
 DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
@@ -64,8 +72,9 @@ class ModelState(Modes):
         return (training or self.in_eval) and not self.paused
 
     def update_after_backward(self, forward: bool) -> None:
-        """Take the amaxes of gradients, and of inputs too if `forward`, into the scales at the end of the running
-        backward: for layers whose own backward does not, since TransformerEngine gave another layer that task."""
+        """Take the amaxes of gradients, and of inputs too if `forward`, into the scales at the end
+        of the running backward: for layers whose own backward does not, since TransformerEngine
+        gave another layer that task."""
         task = torch._C._current_graph_task_id()
         self._updates_forward |= forward
         if self._updates_after != task:
@@ -82,12 +91,18 @@ class ModelState(Modes):
 class Region:
     """TransformerEngine's autocast with the recipe of one model, around a forward.
 
-    A region that `records` is a training forward's: TransformerEngine takes its amaxes into the scales at the end of
-    the outermost one. Raises `RecipeError` if it records delayed scales in a stage of a pipeline.
+    A region that `records` is a training forward's: TransformerEngine takes its amaxes into the
+    scales at the end of the outermost one. Raises `RecipeError` if it records delayed scales in a
+    stage of a pipeline.
     """
 
     def __init__(self, state: ModelState, records: bool) -> None:
-        delayed = records and state.te_recipe.delayed() and distributed.is_available() and distributed.is_initialized()
+        delayed = (
+            records
+            and state.te_recipe.delayed()
+            and distributed.is_available()
+            and distributed.is_initialized()
+        )
         if delayed and distributed.get_world_size() > 1:
             names = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
             if "torch.distributed.pipelining.stage" in names:
@@ -134,7 +149,8 @@ _running = _Running()
 
 
 class AroundRoot:
-    """Forward hooks of the prepared root, in a class so that models pickle: enter FP8, and leave it."""
+    """Forward hooks of the prepared root, in a class so that models pickle: enter FP8, and leave
+    it."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -157,12 +173,15 @@ class AroundRoot:
                 ended.region.__exit__()
         region = None
         if self.state.region is None and not inside_backward():  # else every layer enters its own
-            region = Region(self.state, records=root.training and torch.is_grad_enabled()).__enter__()
+            region = Region(
+                self.state, records=root.training and torch.is_grad_enabled()
+            ).__enter__()
             self.state.region = region
         _running.opened.append(Opened(self.state, region, calls[0]))
         if region is not None and self.state.te_recipe.delayed():
             for layer in _layers(root, self.state):
-                layer.ensure_state()  # all of them in one order, so that ranks reduce the same amaxes
+                # all of them in one order, so that ranks reduce the same amaxes
+                layer.ensure_state()
 
     @torch.compiler.disable
     def _leave(self, root: nn.Module) -> None:
@@ -178,7 +197,8 @@ class AroundRoot:
 
 
 def _running_calls() -> list[FrameType | None]:
-    """Return this thread's module calls, the innermost first, then None for compiled ones, without a frame."""
+    """Return this thread's module calls, the innermost first, then None for compiled ones, without
+    a frame."""
     call = nn.Module._call_impl.__code__
     return [*(frame for frame, _ in traceback.walk_stack(None) if frame.f_code is call), None]
 
@@ -193,7 +213,8 @@ def remember_scales(layers: list[nn.Module]) -> None:
     layers = [layer for layer in layers if layer.te_used_scale is not None]
     if layers:
         torch._foreach_copy_(
-            [layer.te_used_scale for layer in layers], [layer.delayed_state("forward").scale for layer in layers]
+            [layer.te_used_scale for layer in layers],
+            [layer.delayed_state("forward").scale for layer in layers],
         )
 
 
@@ -206,11 +227,13 @@ _KIND_OF_LAYOUT = {"TN": FPROP, "NN": DGRAD, "NT": WGRAD}
 
 
 def _count_products() -> None:
-    """Wrap the functions that multiply, once. Raises `FP8BackendError` if TransformerEngine has others."""
+    """Wrap the functions that multiply, once. Raises `FP8BackendError` if TransformerEngine has
+    others."""
     if missing := [name for module, name in _PLACES if not hasattr(module, name)]:
         raise FP8BackendError(
-            f"FP8 cannot be proven with TransformerEngine {VERSION}, whose linear layers do not multiply by "
-            f"{missing[0]}: install another version of transformer_engine, or a newer fp8-backends"
+            f"FP8 cannot be proven with TransformerEngine {VERSION}, whose linear layers do not "
+            f"multiply by {missing[0]}: install another version of transformer_engine, or a newer "
+            "fp8-backends"
         )
     for module, name in _PLACES:
         multiply = getattr(module, name)
@@ -230,7 +253,8 @@ def _counted(multiply: Callable) -> Callable:
 
 
 def _is_fp8(operand: Any) -> bool:
-    """Return True for TransformerEngine's quantized tensor, or a list of them (grouped products)."""
+    """Return True for TransformerEngine's quantized tensor, or a list of them (grouped
+    products)."""
     parts = operand if isinstance(operand, (list, tuple)) else [operand]
     return all(getattr(part, "_fp8_dtype", None) is not None for part in parts)
 
@@ -249,8 +273,9 @@ def _begin_backward(counts: ProductCounts, gradients: Any) -> None:
 
 
 class TELayer:
-    """Mixed into a class of TransformerEngine: correct outside of an FP8 region, and recomputed by plain
-    `torch.utils.checkpoint`, with the scales of its last training forward, which it leaves unchanged."""
+    """Mixed into a class of TransformerEngine: correct outside of an FP8 region, and recomputed by
+    plain `torch.utils.checkpoint`, with the scales of its last training forward, which it leaves
+    unchanged."""
 
     te_state: ModelState
     matrices = 1
@@ -288,10 +313,17 @@ class TELayer:
     def _recomputed(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         state = self.te_state
         unchanged = self._state_unchanged(self.te_used_scale if state.region is None else None)
-        with Region(state, records=False), unchanged if self.te_recorded else contextlib.nullcontext():
+        with (
+            Region(state, records=False),
+            unchanged if self.te_recorded else contextlib.nullcontext(),
+        ):
             # the layer whose backward updates the scales was chosen in the first forward
             FP8GlobalStateManager.is_first_fp8_module()
-            if not self.te_had_gradients and torch.is_grad_enabled() and self.te_used_scale is not None:
+            if (
+                not self.te_had_gradients
+                and torch.is_grad_enabled()
+                and self.te_used_scale is not None
+            ):
                 state.update_after_backward(forward=not self.te_recorded)
             return self._products(x, *arguments)
 
@@ -312,7 +344,8 @@ class TELayer:
         raise NotImplementedError
 
     def ensure_state(self) -> None:
-        """Create the layer's delayed scaling state inside a region, unless TransformerEngine has done so."""
+        """Create the layer's delayed scaling state inside a region, unless TransformerEngine has
+        done so."""
         if "scaling_fwd" in self.fp8_meta or not self.te_state.te_recipe.delayed():
             return
         with torch.inference_mode(False):  # training could never write to an inference tensor
@@ -324,7 +357,8 @@ class TELayer:
             self.te_used_scale = self.delayed_state("forward").scale.clone()
 
     def delayed_state(self, direction: str) -> Any:
-        """Return TransformerEngine's recipe state, `scale` [n] and `amax_history` [L, n]; None before any forward."""
+        """Return TransformerEngine's recipe state, `scale` [n] and `amax_history` [L, n]; None
+        before any forward."""
         return self.fp8_meta.get(DIRECTIONS[direction])
 
     @contextlib.contextmanager
@@ -346,8 +380,9 @@ class TELayer:
                 state.scale.copy_(current)
 
     def scaling_state(self) -> dict[str, torch.Tensor]:
-        """Copy scales [n] and amax histories [L, n], FP32: n is 3 forward (input, weight, output) and 2 backward
-        (output's gradient, input's gradient), times the number of matrices. Empty for a rule without state."""
+        """Copy scales [n] and amax histories [L, n], FP32: n is 3 forward (input, weight, output)
+        and 2 backward (output's gradient, input's gradient), times the number of matrices. Empty
+        for a rule without state."""
         if not self.te_state.te_recipe.delayed():
             return {}
         if self.te_loaded is not None:
@@ -355,7 +390,11 @@ class TELayer:
         state, length = {}, self.te_state.recipe.amax_history_len
         for direction, size in (("forward", 3 * self.matrices), ("backward", 2 * self.matrices)):
             live = self.delayed_state(direction)
-            scale = torch.ones(size, dtype=torch.float32, device="cpu") if live is None else live.scale.clone()
+            scale = (
+                torch.ones(size, dtype=torch.float32, device="cpu")
+                if live is None
+                else live.scale.clone()
+            )
             history = (
                 torch.zeros(length, size, dtype=torch.float32, device="cpu")
                 if live is None
@@ -379,16 +418,19 @@ class TELayer:
             live.amax_history.copy_(state[f"{direction}_amax_history"])
 
     def _fresh(self) -> dict[str, Any]:
-        """Return a fresh layer's attributes: ours, and TransformerEngine's but for the constructor's arguments."""
+        """Return a fresh layer's attributes: ours, and TransformerEngine's but for the
+        constructor's arguments."""
         recipe = {"recipe": self.fp8_meta["recipe"]} if "recipe" in self.fp8_meta else {}
         return {
-            "te_used_scale": None,  # the forward scales of the last training forward; None for rules without state
+            # the forward scales of the last training forward; None for rules without state
+            "te_used_scale": None,
             "te_recorded": True,  # the last forward's amaxes count
             "te_had_gradients": True,  # it ran with gradients
             "te_loaded": None,  # a scaling state to copy at the first forward
             "te_counts": ProductCounts(),
             "te_fsdp2": None,
-            "te_cast_weight": None,  # the operand in place of a weight in scaled precision, until the optimizer's step
+            # the operand in place of a weight in scaled precision, until the optimizer's step
+            "te_cast_weight": None,
             "te_copies": StateDictCopies(),  # plain copies of a frozen FP8 weight
             # added by TransformerEngine's forward otherwise
             "allow_different_data_and_param_types": False,
@@ -406,7 +448,8 @@ class TELayer:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy gets its own scaling state, equal to this one; TransformerEngine registers each in a global table
+        # a copy gets its own scaling state, equal to this one; TransformerEngine registers each in
+        # a global table
         return {**self.__dict__, **self._fresh(), "te_loaded": self.scaling_state() or None}
 
     @property

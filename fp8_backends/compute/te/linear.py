@@ -20,29 +20,39 @@ from .layer import ModelState, TELayer
 
 
 class TEProducts(TELayer, te.Linear):
-    """`te.Linear` on the Parameters of the original layer, for any number of rows, outside of FP8 regions too.
+    """`te.Linear` on the Parameters of the original layer, for any number of rows, outside of FP8
+    regions too.
 
-    Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast dtype if autocast is
-    on, else in the input's dtype. `torch.compile` leaves it out of its graphs: delayed scaling cannot be traced.
+    Input: [..., in_features] in bf16, fp16 or fp32. Output: [..., out_features] in the autocast
+    dtype if autocast is on, else in the input's dtype. `torch.compile` leaves it out of its graphs:
+    delayed scaling cannot be traced.
     """
 
     transposed_weight = False
     """True if the Parameter holds the weight as [in, out] (`TransposedLinear`)."""
 
     @classmethod
-    def around(cls, plain: nn.Module, in_features: int, out_features: int, state: ModelState) -> TEProducts:
+    def around(
+        cls, plain: nn.Module, in_features: int, out_features: int, state: ModelState
+    ) -> TEProducts:
         """Return a layer with the Parameter objects of `plain`."""
         layer = te.Linear(
-            in_features, out_features, bias=plain.bias is not None, params_dtype=plain.weight.dtype, device="meta"
+            in_features,
+            out_features,
+            bias=plain.bias is not None,
+            params_dtype=plain.weight.dtype,
+            device="meta",
         )
         layer.__class__ = cls
-        layer.__dict__.pop("bias", None)  # te.Linear without a bias has an empty tensor there; others expect None
+        # te.Linear without a bias has an empty tensor there; others expect None
+        layer.__dict__.pop("bias", None)
         layer._parameters.update(weight=plain.weight, bias=plain.bias)
         layer.__dict__.update(te_state=state, **layer._fresh())
         return layer
 
     def _get_weight_tensors(self) -> list[torch.Tensor]:
-        """Return TransformerEngine's operand: `matrix`, or one of its quantized tensors in place of a ScaledTensor."""
+        """Return TransformerEngine's operand: `matrix`, or one of its quantized tensors in place of
+        a ScaledTensor."""
         weight = self.matrix
         if isinstance(weight, ScaledTensor):
             (quantizer,) = self._get_weight_quantizers()
@@ -55,8 +65,8 @@ class TEProducts(TELayer, te.Linear):
 
     @property
     def matrix(self) -> torch.Tensor:
-        """Return the weight as [out, in], on the memory of the Parameter. Raises `FP8BackendError` if a plain copy of a
-        frozen one in a state dict was written to."""
+        """Return the weight as [out, in], on the memory of the Parameter. Raises `FP8BackendError`
+        if a plain copy of a frozen one in a state dict was written to."""
         is_frozen = weights.is_frozen(self.weight)
         if is_frozen:
             self.te_copies.check()
@@ -67,7 +77,12 @@ class TEProducts(TELayer, te.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         in_fp8 = self.te_state.runs_in_fp8(self.te_state.is_training(self))
         dtype = result_dtype(input)
-        if not in_fp8 or dtype not in COMPUTE_DTYPES or not input.is_floating_point() or input.numel() == 0:
+        if (
+            not in_fp8
+            or dtype not in COMPUTE_DTYPES
+            or not input.is_floating_point()
+            or input.numel() == 0
+        ):
             return F.linear(input, weights.plain(self.matrix), self.bias)
         refuse_width(input, self.in_features)
         return self._forward_in_fp8(input)
@@ -79,8 +94,11 @@ class TEProducts(TELayer, te.Linear):
         if padding := -rows % self.te_state.rows_multiple:
             matrix = F.pad(matrix, (0, 0, 0, padding))
         y = self._in_region(matrix)
-        # no view, as with `F.linear`: autograd refuses to change a view of a function with two outputs in place
-        return torch.ops.aten._unsafe_view(y[:rows] if padding else y, (*x.shape[:-1], self.out_features))
+        # no view, as with `F.linear`: autograd refuses to change a view of a function with two
+        # outputs in place
+        return torch.ops.aten._unsafe_view(
+            y[:rows] if padding else y, (*x.shape[:-1], self.out_features)
+        )
 
     def _products(self, x: torch.Tensor) -> torch.Tensor:
         if self.te_state.recipe.fp8_params:
@@ -109,7 +127,8 @@ class TEProducts(TELayer, te.Linear):
             self.te_copies.add(values, f"{prefix}weight")
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        state_dict.pop(f"{prefix}_extra_state", None)  # in checkpoints of plain TransformerEngine modules
+        # in checkpoints of plain TransformerEngine modules
+        state_dict.pop(f"{prefix}_extra_state", None)
         frozen = weights.is_frozen(self.weight)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}weight" in state_dict:
@@ -132,9 +151,10 @@ class TELinear(TEProducts, nn.Linear):
 
 
 class PlainWgrad(torch.autograd.Function):
-    """The weight gradient in high precision: `override_linear_precision=(False, False, True)`, as TransformerEngine had
-    it until 2.1. It gets the weight detached, and keeps no codes of the input. Returns y unchanged; backward computes
-    the gradient of `weight` [out, in] from the unquantized x [tokens, in] and dy [tokens, out], in the dtype of y."""
+    """The weight gradient in high precision: `override_linear_precision=(False, False, True)`, as
+    TransformerEngine had it until 2.1. It gets the weight detached, and keeps no codes of the
+    input. Returns y unchanged; backward computes the gradient of `weight` [out, in] from the
+    unquantized x [tokens, in] and dy [tokens, out], in the dtype of y."""
 
     @staticmethod
     def forward(ctx, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -146,5 +166,9 @@ class PlainWgrad(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
         (x,) = ctx.saved_tensors
-        dw = torch.mm(dy.to(ctx.dtype).t(), x.to(ctx.dtype)).to(ctx.weight_dtype) if ctx.needs_input_grad[2] else None
+        dw = (
+            torch.mm(dy.to(ctx.dtype).t(), x.to(ctx.dtype)).to(ctx.weight_dtype)
+            if ctx.needs_input_grad[2]
+            else None
+        )
         return dy, None, dw

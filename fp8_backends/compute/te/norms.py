@@ -1,8 +1,10 @@
-"""Normalisation layers as TransformerEngine's, by a swap of the class: the same module, the same Parameters.
+"""Normalisation layers as TransformerEngine's, by a swap of the class: the same module, the same
+Parameters.
 
-A class other than PyTorch's own is recognised by a trial: its result for a small FP32 input is compared with the
-formula. The result has the autocast dtype if autocast is on, else the weight's; PyTorch's own norms return FP32 under
-autocast. Evaluation runs the original class, as in the linear layers. Imports TransformerEngine only at a swap.
+A class other than PyTorch's own is recognised by a trial: its result for a small FP32 input is
+compared with the formula. The result has the autocast dtype if autocast is on, else the weight's;
+PyTorch's own norms return FP32 under autocast. Evaluation runs the original class, as in the linear
+layers. Imports TransformerEngine only at a swap.
 """
 
 import copy
@@ -25,16 +27,28 @@ from ..interface import COMPUTE_DTYPES, Norm
 LAYER_NORM, RMS_NORM, CENTERED = "LayerNorm", "RMSNorm", "RMSNorm(zero_centered_gamma)"
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 # a norm has no state beyond its Parameters
-_STATE_METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict", "_save_to_state_dict")
+_STATE_METHODS = (
+    "get_extra_state",
+    "set_extra_state",
+    "_load_from_state_dict",
+    "_save_to_state_dict",
+)
 
 
 def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
-    """Return the unswapped norms over last dimensions in `root`, with carrier or the reason against one."""
+    """Return the unswapped norms over last dimensions in `root`, with carrier or the reason against
+    one."""
     found = []
     for module in root.modules():
         kind = type(module)  # PyTorch's other norms are of batches, groups, …
-        is_named = "norm" in kind.__name__.lower() and not kind.__module__.startswith("torch.") and not module._modules
-        if (is_named or isinstance(module, (nn.LayerNorm, nn.RMSNorm))) and not isinstance(kind, _Swapped):
+        is_named = (
+            "norm" in kind.__name__.lower()
+            and not kind.__module__.startswith("torch.")
+            and not module._modules
+        )
+        if (is_named or isinstance(module, (nn.LayerNorm, nn.RMSNorm))) and not isinstance(
+            kind, _Swapped
+        ):
             found.append(_norm(module, in_eval))
     return found
 
@@ -47,10 +61,19 @@ def _norm(module: nn.Module, in_eval: bool) -> Norm:
     carrier = _carrier(module, *result)
     carrier.te_in_eval, carrier.te_modes = in_eval, Modes()
     common = carrier.__dict__.keys() & module.__dict__.keys() - _MODULE_ATTRIBUTES
-    taken = [name for name in carrier.__dict__ if name in common and module.__dict__[name] != carrier.__dict__[name]]
+    taken = [
+        name
+        for name in carrier.__dict__
+        if name in common and module.__dict__[name] != carrier.__dict__[name]
+    ]
     if taken:
-        return Norm(module, None, f"it has {', '.join(taken)} of its own, a name that TransformerEngine's form needs")
-    for name in common:  # the same number under the same name, such as eps: it stays when the class is restored
+        return Norm(
+            module,
+            None,
+            f"it has {', '.join(taken)} of its own, a name that TransformerEngine's form needs",
+        )
+    # the same number under the same name, such as eps: it stays when the class is restored
+    for name in common:
         del carrier.__dict__[name]
     return Norm(module, carrier, None)
 
@@ -82,7 +105,11 @@ def _tried(module: nn.Module) -> tuple[str, float] | str:
         return f"its forward takes {', '.join(parameters[1:])}, and not one tensor alone"
     try:
         formulas = (RMS_NORM, CENTERED) if module._parameters.get("bias") is None else (LAYER_NORM,)
-        numbers = {value for value in module.__dict__.values() if isinstance(value, float) and 0 < value < 0.1}
+        numbers = {
+            value
+            for value in module.__dict__.values()
+            if isinstance(value, float) and 0 < value < 0.1
+        }
         for eps, formula in itertools.product(numbers, formulas):
             if all(_follows(module, formula, eps, training) for training in (True, False)):
                 return formula, eps
@@ -93,18 +120,24 @@ def _tried(module: nn.Module) -> tuple[str, float] | str:
 
 @torch.no_grad()
 def _follows(module: nn.Module, formula: str, eps: float, training: bool) -> bool:
-    """Return True if a copy of the module with other Parameters computes the formula in FP32, on the CPU."""
-    # rows from far below to far above sqrt(eps), so that eps counts, and with a mean. Two sums of `features` squares in
-    # FP32 differ by far less than 1e-5, and another eps or formula by more
+    """Return True if a copy of the module with other Parameters computes the formula in FP32, on
+    the CPU."""
+    # rows from far below to far above sqrt(eps), so that eps counts, and with a mean. Two sums of
+    # `features` squares in FP32 differ by far less than 1e-5, and another eps or formula by more
     generator = torch.Generator().manual_seed(0)
     shape = full_shape(module.weight)
-    row_sizes = math.sqrt(eps) * torch.tensor([0.3, 1.0, 3.0, 1e3], device="cpu").reshape(4, *(1 for _ in shape))
+    row_sizes = math.sqrt(eps) * torch.tensor([0.3, 1.0, 3.0, 1e3], device="cpu").reshape(
+        4, *(1 for _ in shape)
+    )
     x = (torch.randn(4, *shape, generator=generator, device="cpu") + 0.5) * row_sizes
     names = [name for name, value in module._parameters.items() if value is not None]
     random = {name: torch.randn(shape, generator=generator, device="cpu") for name in names}
     trial = copy.copy(module)
     trial.__dict__ = {**module.__dict__, "training": training}
-    trial._parameters = {**module._parameters, **{name: nn.Parameter(value) for name, value in random.items()}}
+    trial._parameters = {
+        **module._parameters,
+        **{name: nn.Parameter(value) for name, value in random.items()},
+    }
     with torch.autocast("cpu", enabled=False):
         result = type(module).forward(trial, x)
     expected = _formula(formula, x, random["weight"], random.get("bias"), eps)
@@ -127,7 +160,12 @@ def _carrier(module: nn.Module, formula: str, eps: float) -> nn.Module:
     import transformer_engine.pytorch as te
 
     kind = te.LayerNorm if formula == LAYER_NORM else te.RMSNorm
-    norm = kind(tuple(full_shape(module.weight)), eps=eps, zero_centered_gamma=formula == CENTERED, device="meta")
+    norm = kind(
+        tuple(full_shape(module.weight)),
+        eps=eps,
+        zero_centered_gamma=formula == CENTERED,
+        device="meta",
+    )
     carrier = object.__new__(_class_for(type(module), formula == LAYER_NORM))
     added = {name: value for name, value in norm.__dict__.items() if name not in _MODULE_ATTRIBUTES}
     carrier.__dict__.update(nn.Module().__dict__, **added)
@@ -136,7 +174,8 @@ def _carrier(module: nn.Module, formula: str, eps: float) -> nn.Module:
 
 @functools.cache
 def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module]:
-    """Return a subclass of TransformerEngine's class and of `original`, so that `isinstance` stays true."""
+    """Return a subclass of TransformerEngine's class and of `original`, so that `isinstance` stays
+    true."""
     import transformer_engine.pytorch as te
 
     from .recipes import refuse_cpu
@@ -147,12 +186,18 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
     def in_te(self, x: torch.Tensor) -> torch.Tensor:
         refuse_cpu(x)
         y = base.forward(self, x)
-        # no view, as with PyTorch's own: FSDP2 warns of views as outputs, and autograd may refuse to change them
+        # no view, as with PyTorch's own: FSDP2 warns of views as outputs, and autograd may refuse
+        # to change them
         return torch.ops.aten._unsafe_view(y, y.shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         in_use = self.te_modes.is_training(self) or self.te_in_eval
-        if not in_use or result_dtype(x) not in COMPUTE_DTYPES or not x.is_floating_point() or x.numel() == 0:
+        if (
+            not in_use
+            or result_dtype(x) not in COMPUTE_DTYPES
+            or not x.is_floating_point()
+            or x.numel() == 0
+        ):
             return original.forward(self, x)
         return in_te(self, x)
 
@@ -164,14 +209,16 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
 
 
 class _Swapped(ABCMeta):
-    """The metaclass of the swapped norms. No name imports them, so pickles hold the arguments of `_class_for`."""
+    """The metaclass of the swapped norms. No name imports them, so pickles hold the arguments of
+    `_class_for`."""
 
 
 def _reduce(swapped: _Swapped):
     import transformer_engine.pytorch as te
 
     arguments = swapped.te_original, issubclass(swapped, te.LayerNorm)
-    return (_class_for, arguments) if swapped is _class_for(*arguments) else swapped.__qualname__  # of a subclass
+    # of a subclass
+    return (_class_for, arguments) if swapped is _class_for(*arguments) else swapped.__qualname__
 
 
 copyreg.pickle(_Swapped, _reduce)

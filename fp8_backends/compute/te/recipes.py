@@ -1,4 +1,5 @@
-"""TransformerEngine's objects for a resolved recipe, under their names in versions 2.0 to 2.20, and its device checks.
+"""TransformerEngine's objects for a resolved recipe, under their names in versions 2.0 to 2.20, and
+its device checks.
 
 Imports TransformerEngine, so it is imported when `te` runs.
 """
@@ -38,8 +39,9 @@ _CLASSES = {
 
 
 class NamedDelayedScaling(te_recipe.DelayedScaling):
-    """`DelayedScaling` with its algorithm in its text. TransformerEngine groups the amaxes of all models of a process
-    by the recipe's text: a model with "max" and one with "most_recent" would share one rule."""
+    """`DelayedScaling` with its algorithm in its text. TransformerEngine groups the amaxes of all
+    models of a process by the recipe's text: a model with "max" and one with "most_recent" would
+    share one rule."""
 
     def _make_repr(self) -> str:  # from 2.16 on, where texts are cached
         return f"{super()._make_repr()}, amax_compute_algo={self.amax_compute_algo}"
@@ -51,12 +53,13 @@ class NamedDelayedScaling(te_recipe.DelayedScaling):
 
 
 def recipe_object(recipe: Recipe) -> te_recipe.Recipe:
-    """Make TransformerEngine's recipe. Raises `RecipeError` if this version lacks the scaling rule."""
+    """Make TransformerEngine's recipe. Raises `RecipeError` if this version lacks the scaling
+    rule."""
     recipe_class = getattr(te_recipe, _CLASSES[recipe.scaling], None)
     if recipe_class is None:
         raise RecipeError(
             f"{recipe.name}: TransformerEngine {VERSION} has no {_CLASSES[recipe.scaling]}; "
-            f"install a newer one (pip install -U 'transformer-engine[pytorch]'), or use te:delayed"
+            "install a newer one (pip install -U 'transformer-engine[pytorch]'), or use te:delayed"
         )
     fp8_format = te_recipe.Format[recipe.fp8_format]
     if recipe.scaling != "delayed":
@@ -79,7 +82,8 @@ def autocast(te_object: te_recipe.Recipe) -> Any:
 @contextlib.contextmanager
 def fast_accumulation_off(te_object: te_recipe.Recipe) -> Iterator[None]:
     """Run forwards with TransformerEngine's split accumulator."""
-    before = vars(te_object).get("fp8_gemm_fprop")  # `DelayedScaling` has none, and its layers ask for one
+    # `DelayedScaling` has none, and its layers ask for one
+    before = vars(te_object).get("fp8_gemm_fprop")
     te_object.fp8_gemm_fprop = te_recipe.MMParams(use_split_accumulator=True)
     try:
         yield
@@ -91,25 +95,33 @@ def fast_accumulation_off(te_object: te_recipe.Recipe) -> Iterator[None]:
 
 
 def check_version(
-    what: str, instead: str, kind: type = te.Linear, method: str = "_get_weight_tensors", since: str = "2.9"
+    what: str,
+    instead: str,
+    kind: type = te.Linear,
+    method: str = "_get_weight_tensors",
+    since: str = "2.9",
 ) -> None:
-    """Raise `BackendUnavailableError` if this version's layer multiplies only its own weight: it lacks `method`, which
-    it has `since` a later one. Levels, transposed weights and other modules' Parameters replace the weight."""
+    """Raise `BackendUnavailableError` if this version's layer multiplies only its own weight: it
+    lacks `method`, which it has `since` a later one. Levels, transposed weights and other modules'
+    Parameters replace the weight."""
     if method not in vars(kind):
         raise BackendUnavailableError(
-            f"{what} cannot run here: te.{kind.__name__} of TransformerEngine {VERSION} takes no weight but its own. "
-            f"Fix: pip install -U 'transformer-engine[pytorch]' ({since} or newer), or use {instead}"
+            f"{what} cannot run here: te.{kind.__name__} of TransformerEngine {VERSION} takes no "
+            f"weight but its own. Fix: pip install -U 'transformer-engine[pytorch]' ({since} or "
+            f"newer), or use {instead}"
         )
 
 
 def check_device(recipe: Recipe) -> None:
-    """Raise `BackendUnavailableError`, with TransformerEngine's reason, if its device lacks these products."""
+    """Raise `BackendUnavailableError`, with TransformerEngine's reason, if its device lacks these
+    products."""
     supported, reason = device_support(recipe.scaling)
     native = f"native:{recipe.scaling}, which follows the same rule"
     if not supported:
         raise BackendUnavailableError(
-            f"{recipe.name} cannot run here: TransformerEngine {VERSION}: {reason or 'not on this device'}. "
-            f"Fix: use {'te:delayed' if device_support('delayed')[0] else native}"
+            f"{recipe.name} cannot run here: TransformerEngine {VERSION}: "
+            f"{reason or 'not on this device'}. Fix: use "
+            f"{'te:delayed' if device_support('delayed')[0] else native}"
         )
 
 
@@ -117,13 +129,15 @@ def refuse_cpu(x: torch.Tensor) -> None:
     """Raise `FP8BackendError` for a tensor on the CPU of a machine with a GPU."""
     if x.device.type == "cpu" and torch.cuda.is_available():
         raise FP8BackendError(
-            "te: a layer got a tensor on the CPU, and TransformerEngine computes on CUDA devices only. Fix: move model "
-            f"and inputs to the GPU, without Accelerator(cpu=True), or {chips.INSTEAD_OF_TE}"
+            "te: a layer got a tensor on the CPU, and TransformerEngine computes on CUDA devices "
+            "only. Fix: move model and inputs to the GPU, without Accelerator(cpu=True), or "
+            f"{chips.INSTEAD_OF_TE}"
         )
 
 
 def device_support(scaling: str) -> tuple[bool, str]:
-    """Ask TransformerEngine if its device multiplies by this rule, or why not. Raises without a driver."""
+    """Ask TransformerEngine if its device multiplies by this rule, or why not. Raises without a
+    driver."""
     names = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}
     name = names.get(scaling, "is_fp8_available")
     try:
@@ -135,7 +149,8 @@ def device_support(scaling: str) -> tuple[bool, str]:
 
 
 def transposed_copies() -> bool:
-    """Return True if this device's per-tensor FP8 products need a transposed copy of the codes (Hopper and Ada)."""
+    """Return True if this device's per-tensor FP8 products need a transposed copy of the codes
+    (Hopper and Ada)."""
     from transformer_engine.pytorch import utils
 
     supported = getattr(utils, "is_non_tn_fp8_gemm_supported", None)

@@ -1,8 +1,9 @@
 """Weights that are no plain tensors, in TransformerEngine's products.
 
-Weights of a level: E4M3 data go without a cast to the rules with one scale for a tensor; the layer's own weight
-quantizer casts all else, once for each value of the weight. Frozen FP8 weights (`fp8_params`) are TransformerEngine's
-own tensors: 2 bytes an element on Hopper (codes, and the transposed copy for dgrad), else 1.
+Weights of a level: E4M3 data go without a cast to the rules with one scale for a tensor; the
+layer's own weight quantizer casts all else, once for each value of the weight. Frozen FP8 weights
+(`fp8_params`) are TransformerEngine's own tensors: 2 bytes an element on Hopper (codes, and the
+transposed copy for dgrad), else 1.
 
 Imports TransformerEngine, so it is imported with a layer.
 """
@@ -23,8 +24,8 @@ ONE_SCALE = ("delayed", "dynamic")
 
 
 class CastWeight:
-    """A weight cast for TransformerEngine, and the state of the weight at the cast. `quantized` has the copies for this
-    device's products, for dgrad too if `differentiable`."""
+    """A weight cast for TransformerEngine, and the state of the weight at the cast. `quantized` has
+    the copies for this device's products, for dgrad too if `differentiable`."""
 
     def __init__(self, quantized: Any, weight: ScaledTensor, differentiable: bool) -> None:
         self.quantized, self.differentiable = quantized, differentiable
@@ -32,28 +33,41 @@ class CastWeight:
         self._versions = _versions(weight)
 
     def serves(self, weight: ScaledTensor, differentiable: bool) -> bool:
-        """Return True if `weight` still has the values of the cast: neither swapped nor changed in place."""
+        """Return True if `weight` still has the values of the cast: neither swapped nor changed in
+        place."""
         same = self._codes() is weight.codes and self._scale_inv() is weight.scale_inv
-        return same and self._versions == _versions(weight) and self.differentiable >= differentiable
+        return (
+            same and self._versions == _versions(weight) and self.differentiable >= differentiable
+        )
 
 
 def _versions(weight: ScaledTensor) -> tuple[int, ...]:
-    """Return all version counters: operators on the weight raise its own, kernels the counters of its parts."""
+    """Return all version counters: operators on the weight raise its own, kernels the counters of
+    its parts."""
     return weight._version, weight.codes._version, weight.scale_inv._version
 
 
 def for_te(
-    weight: ScaledTensor, is_transposed: bool, quantizer: Any, scaling: str, cached: CastWeight | None
+    weight: ScaledTensor,
+    is_transposed: bool,
+    quantizer: Any,
+    scaling: str,
+    cached: CastWeight | None,
 ) -> CastWeight:
-    """Cast `weight`, [in, out] if `is_transposed`, to a quantized tensor [out, in] of TransformerEngine, or return
-    `cached` if it serves. `quantizer`: the layer's own, prepared for this forward by TransformerEngine's autocast."""
+    """Cast `weight`, [in, out] if `is_transposed`, to a quantized tensor [out, in] of
+    TransformerEngine, or return `cached` if it serves. `quantizer`: the layer's own, prepared for
+    this forward by TransformerEngine's autocast."""
     differentiable = torch.is_grad_enabled()
     if cached is not None and cached.serves(weight, differentiable):
         return cached
-    return CastWeight(cast(weight, weight.codes, is_transposed, quantizer, scaling), weight, differentiable)
+    return CastWeight(
+        cast(weight, weight.codes, is_transposed, quantizer, scaling), weight, differentiable
+    )
 
 
-def cast(weight: ScaledTensor, data: torch.Tensor, is_transposed: bool, quantizer: Any, scaling: str) -> Any:
+def cast(
+    weight: ScaledTensor, data: torch.Tensor, is_transposed: bool, quantizer: Any, scaling: str
+) -> Any:
     """Cast `data`, the data of `weight` or one of its matrices, to a quantized tensor [out, in]."""
     differentiable = torch.is_grad_enabled()
     quantizer.set_usage(rowwise=True, columnwise=differentiable)
@@ -78,7 +92,9 @@ def cast(weight: ScaledTensor, data: torch.Tensor, is_transposed: bool, quantize
     return result
 
 
-def differentiable(weight: ScaledTensor, quantized: list, is_transposed: bool = False) -> list[torch.Tensor]:
+def differentiable(
+    weight: ScaledTensor, quantized: list, is_transposed: bool = False
+) -> list[torch.Tensor]:
     """Connect cast matrices [out, in] to their weight in autograd: one, or all of a 3-D weight."""
     results = Differentiable.apply(weight, is_transposed, *quantized)
     for result in results:
@@ -89,7 +105,9 @@ def differentiable(weight: ScaledTensor, quantized: list, is_transposed: bool = 
 
 class Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight: ScaledTensor, is_transposed: bool, *quantized: Any) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx, weight: ScaledTensor, is_transposed: bool, *quantized: Any
+    ) -> tuple[torch.Tensor, ...]:
         ctx.dtype, ctx.is_transposed, ctx.dimensions = weight.dtype, is_transposed, weight.dim()
         # views: TransformerEngine drops copies from its operands
         return tuple(matrix.make_like(matrix) for matrix in quantized)
@@ -118,12 +136,14 @@ _SWAPPED = (
     ("_rowwise_data", "_columnwise_data"),
     ("_rowwise_scale_inv", "_columnwise_scale_inv"),
 )
-"""Attributes of TransformerEngine's tensors: a copy of the codes for fprop, and its transpose for dgrad."""
+"""Attributes of TransformerEngine's tensors: a copy of the codes for fprop, and its transpose for
+dgrad."""
 
 
 def transposed(weight: torch.Tensor) -> torch.Tensor:
-    """Return a transposed view of a frozen FP8 weight: each of its two copies is the other's transpose. On devices with
-    one copy of per-tensor codes, the codes are copied. MXFP8's two copies are no transposes of each other."""
+    """Return a transposed view of a frozen FP8 weight: each of its two copies is the other's
+    transpose. On devices with one copy of per-tensor codes, the codes are copied. MXFP8's two
+    copies are no transposes of each other."""
     result = weight.make_like(weight, shape=weight.shape[::-1])
     for one, other in _SWAPPED:
         if hasattr(weight, one):
@@ -155,7 +175,8 @@ def revive(layer: nn.Linear) -> None:
 
 
 def make_plain(layer: nn.Linear) -> None:
-    """Undo the swap of one layer's weight. Raises `FP8BackendError` if a copy in a state dict was written to."""
+    """Undo the swap of one layer's weight. Raises `FP8BackendError` if a copy in a state dict was
+    written to."""
     if is_frozen(layer.weight):
         layer.te_copies.check()
         swap(layer.weight, plain(layer.weight), "weight")

@@ -17,8 +17,8 @@ _IMPORT_MESSAGES = {
 
 
 def drop_import_messages() -> None:
-    """Drop TorchAO's messages at import: its wheel holds libraries for several CUDA versions and warns of each unfit
-    one. Other records pass. Repeating it does nothing."""
+    """Drop TorchAO's messages at import: its wheel holds libraries for several CUDA versions and
+    warns of each unfit one. Other records pass. Repeating it does nothing."""
     for name in _IMPORT_MESSAGES:
         logging.getLogger(name).addFilter(_is_wanted)
 
@@ -35,9 +35,13 @@ def float8_config(value: Any) -> Float8LinearConfig:
 
 
 def scaling_of(config: Float8LinearConfig) -> str:
-    """Name the recipe of a `Float8LinearConfig`: `tensorwise`, `rowwise`, `rowwise_with_gw_hp`, or `custom`."""
+    """Name the recipe of a `Float8LinearConfig`: `tensorwise`, `rowwise`, `rowwise_with_gw_hp`, or
+    `custom`."""
     casts = [getattr(config, f"cast_config_{name}") for name in _CASTS]
-    rules = tuple("off" if cast.scaling_type.value == "disabled" else cast.scaling_granularity.value for cast in casts)
+    rules = tuple(
+        "off" if cast.scaling_type.value == "disabled" else cast.scaling_granularity.value
+        for cast in casts
+    )
     return _RECIPE_OF_RULES.get(rules, "custom")
 
 

@@ -1,7 +1,8 @@
 """The `ao` backend: TorchAO's float8 linear layer on the model's own Parameters.
 
-TorchAO saves the input in high precision for backward, so it saves no memory. This module names the sizes that a GPU
-cannot multiply, mends crashes, and keeps the optimizer's Parameters under FSDP2's FP8 gathering.
+TorchAO saves the input in high precision for backward, so it saves no memory. This module names the
+sizes that a GPU cannot multiply, mends crashes, and keeps the optimizer's Parameters under FSDP2's
+FP8 gathering.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ ALIGNMENT = 16
 CONFIG_OPTIONS = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
 """Recipe fields with the name of a field of `Float8LinearConfig`."""
 
-_CAST_CONFIGS = {INPUT: "cast_config_input", WEIGHT: "cast_config_weight", GRAD_OUTPUT: "cast_config_grad_output"}
+_CAST_CONFIGS = {
+    INPUT: "cast_config_input",
+    WEIGHT: "cast_config_weight",
+    GRAD_OUTPUT: "cast_config_grad_output",
+}
 
 
 class TorchAOCompute(Compute):
@@ -60,8 +65,12 @@ class TorchAOCompute(Compute):
             return Availability(False, "TorchAO is not installed", "pip install torchao")
         version = hardware.version("torchao")
         if _products_are_emulated():
-            return Availability(True, f"torchao {version}, emulated: this GPU has no FP8 products, bf16 is faster")
-        return Availability(True, f"torchao {version} on {'cuda' if torch.cuda.is_available() else 'cpu'}")
+            return Availability(
+                True, f"torchao {version}, emulated: this GPU has no FP8 products, bf16 is faster"
+            )
+        return Availability(
+            True, f"torchao {version} on {'cuda' if torch.cuda.is_available() else 'cpu'}"
+        )
 
     def check(self, recipe: Recipe) -> None:
         config = recipe.config
@@ -71,11 +80,18 @@ class TorchAOCompute(Compute):
             given = getattr(recipe, field) if field in recipe.given else None
             if given is not None and given != getattr(config, field):
                 raise RecipeError(
-                    f"{field}={given} and config.{field}={getattr(config, field)} disagree: a config is used as it is, "
-                    f"so say it there and leave {field} out"
+                    f"{field}={given} and config.{field}={getattr(config, field)} disagree: a "
+                    f"config is used as it is, so say it there and leave {field} out"
                 )
-        if config is not None and "scaling" in recipe.given and recipe.scaling != (casts := scaling_of(config)):
-            raise RecipeError(f"ao:{recipe.scaling} and a config with {casts} casts disagree: leave one of the two out")
+        if (
+            config is not None
+            and "scaling" in recipe.given
+            and recipe.scaling != (casts := scaling_of(config))
+        ):
+            raise RecipeError(
+                f"ao:{recipe.scaling} and a config with {casts} casts disagree: leave one of the "
+                "two out"
+            )
         if config is not None and recipe.fast_accumulation is not True:
             raise RecipeError(
                 "fast_accumulation and config: a config is used as it is, so set its "
@@ -83,8 +99,8 @@ class TorchAOCompute(Compute):
             )
         if asks_for_all_gather(recipe) and recipe.scaling != "tensorwise":
             raise RecipeError(
-                f"enable_fsdp_float8_all_gather: TorchAO gathers FP8 weights with ao:tensorwise only, not with "
-                f"ao:{recipe.scaling}; drop one of the two"
+                "enable_fsdp_float8_all_gather: TorchAO gathers FP8 weights with ao:tensorwise "
+                f"only, not with ao:{recipe.scaling}; drop one of the two"
             )
 
     def switches(self, recipe: Recipe) -> tuple[str, ...]:
@@ -99,34 +115,47 @@ class TorchAOCompute(Compute):
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         if (reason := super().unfit(linear, recipe)) is not None:
             return reason
-        sizes, unaligned = f"{linear.in_features} -> {linear.out_features}", f"not multiples of {ALIGNMENT}"
+        sizes, unaligned = (
+            f"{linear.in_features} -> {linear.out_features}",
+            f"not multiples of {ALIGNMENT}",
+        )
         if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
             return f"{sizes} are {unaligned}, and TorchAO cannot pad them"
-        return part_obstacle(linear, linear.weight, ALIGNMENT, f"{unaligned}, and TorchAO cannot pad them")
+        return part_obstacle(
+            linear, linear.weight, ALIGNMENT, f"{unaligned}, and TorchAO cannot pad them"
+        )
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> Float8LinearConfig:
         """Return the configuration of all layers of this model."""
         in_process_group = torch.distributed.is_available() and torch.distributed.is_initialized()
         if asks_for_all_gather(recipe) and not in_process_group:
             raise BackendUnavailableError(
-                "enable_fsdp_float8_all_gather=True gathers the weights of FSDP2 in FP8, and this is one process "
-                "without a process group: leave the field out, or start several ranks and shard with FSDP2"
+                "enable_fsdp_float8_all_gather=True gathers the weights of FSDP2 in FP8, and this "
+                "is one process without a process group: leave the field out, or start several "
+                "ranks and shard with FSDP2"
             )
         config = linear_config(recipe)
         on_cpu = any(parameter.device.type == "cpu" for parameter in root.parameters())
         if on_cpu or not hardware.has_gpu():
             mend_cpu_product()
-        if on_cpu and scaling_of(config) != "tensorwise" and not config.emulate and not _cpu_multiplies_rowwise():
+        if (
+            on_cpu
+            and scaling_of(config) != "tensorwise"
+            and not config.emulate
+            and not _cpu_multiplies_rowwise()
+        ):
             raise BackendUnavailableError(
-                f"{recipe.name} on a CPU: torch {torch.__version__} has no rowwise FP8 product there; "
-                "install torch 2.13 or newer, or use native:rowwise, which makes it by other means"
+                f"{recipe.name} on a CPU: torch {torch.__version__} has no rowwise FP8 product "
+                "there; install torch 2.13 or newer, or use native:rowwise, which makes it by "
+                "other means"
             )
         return config
 
     def build(self, linear: nn.Linear, recipe: Recipe, shared: Float8LinearConfig) -> AOProducts:
         from .linear import AOLinear
 
-        if shared.enable_fsdp_float8_all_gather:  # `attach` arranges it, and leaves the Parameters in place
+        # `attach` arranges it, and leaves the Parameters in place
+        if shared.enable_fsdp_float8_all_gather:
             shared = replace(shared, enable_fsdp_float8_all_gather=False)
         layer = AOLinear.from_float(linear, shared)
         note_whether_cut(layer)
@@ -158,7 +187,8 @@ class TorchAOCompute(Compute):
         return "emulated" if module.config.emulate else "ao"
 
     def cast_of(self, module: AOProducts, tensor: int, values: torch.Tensor) -> Cast | None:
-        """Return TorchAO's cast for fprop, or for dgrad of a gradient; None for a weight sharded or gathered in FP8."""
+        """Return TorchAO's cast for fprop, or for dgrad of a gradient; None for a weight sharded or
+        gathered in FP8."""
         from torchao.float8.config import ScalingGranularity, ScalingType
         from torchao.float8.float8_utils import amax_to_scale
 
@@ -188,13 +218,14 @@ class TorchAOCompute(Compute):
 
 
 def linear_config(recipe: Recipe) -> Float8LinearConfig:
-    """Return TorchAO's configuration for a resolved recipe: the user's own, if given. `pad_inner_dim` is on by default:
-    it changes no number, and without it a GPU refuses token counts that are no multiple of 16."""
+    """Return TorchAO's configuration for a resolved recipe: the user's own, if given.
+    `pad_inner_dim` is on by default: it changes no number, and without it a GPU refuses token
+    counts that are no multiple of 16."""
     if recipe.config is not None:
         if _products_are_emulated() and not recipe.config.emulate:
             raise BackendUnavailableError(
-                "config: this GPU has no FP8 products, and the given Float8LinearConfig has emulate=False; "
-                "give one with emulate=True, or use bf16, which is faster here"
+                "config: this GPU has no FP8 products, and the given Float8LinearConfig has "
+                "emulate=False; give one with emulate=True, or use bf16, which is faster here"
             )
         return recipe.config
     from torchao.float8 import Float8LinearConfig
@@ -211,7 +242,10 @@ def asks_for_all_gather(recipe: Recipe) -> bool:
     """Return True if the user set `enable_fsdp_float8_all_gather`, unlike Accelerate's default."""
     if recipe.config is not None and recipe.config.enable_fsdp_float8_all_gather:
         return True
-    return bool(recipe.enable_fsdp_float8_all_gather) and "enable_fsdp_float8_all_gather" in recipe.given
+    return (
+        bool(recipe.enable_fsdp_float8_all_gather)
+        and "enable_fsdp_float8_all_gather" in recipe.given
+    )
 
 
 def _cpu_multiplies_rowwise() -> bool:
@@ -219,7 +253,9 @@ def _cpu_multiplies_rowwise() -> bool:
     codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
     scales = torch.ones(16, 1, device="cpu")
     try:
-        torch._scaled_mm(codes, codes.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
+        torch._scaled_mm(
+            codes, codes.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16
+        )
     except RuntimeError:
         return False
     return True
@@ -233,10 +269,12 @@ _lock = threading.Lock()
 
 
 def mend_cpu_product() -> None:
-    """Replace the CPU kernel of `torch._scaled_mm` in this process, if this CPU needs it. Repeating it does nothing.
+    """Replace the CPU kernel of `torch._scaled_mm` in this process, if this CPU needs it. Repeating
+    it does nothing.
 
-    On a CPU with AMX and without AMX-FP16, oneDNN's reference loop takes 75 s for 1024 x 2048 x 2048, and FP32 0.025 s.
-    TorchAO's `emulate` would leave no FP8 product in compiled code for the proof.
+    On a CPU with AMX and without AMX-FP16, oneDNN's reference loop takes 75 s for 1024 x 2048 x
+    2048, and FP32 0.025 s. TorchAO's `emulate` would leave no FP8 product in compiled code for the
+    proof.
     """
     if not hardware.cpu_scaled_mm():
         with _lock:
@@ -264,7 +302,8 @@ def _cpu_product() -> torch.library.Library:
 def _scaled_mm(
     a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
 ) -> torch.Tensor:
-    """Multiply a [m, k] and b [k, n] in FP8 by an FP32 product, PyTorch's definition for other CPUs."""
+    """Multiply a [m, k] and b [k, n] in FP8 by an FP32 product, PyTorch's definition for other
+    CPUs."""
     if scale_a.numel() == scale_b.numel() == 1:
         scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
     product = exact_product(a, scale_a, b.t(), scale_b.t(), torch.float32, torch.float32)
@@ -276,6 +315,17 @@ def _scaled_mm(
     return product.to(out_dtype)
 
 
-def _scaled_mm_out(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False, *, out):
+def _scaled_mm_out(
+    a,
+    b,
+    scale_a,
+    scale_b,
+    bias=None,
+    scale_result=None,
+    out_dtype=None,
+    use_fast_accum=False,
+    *,
+    out,
+):
     result = _scaled_mm(a, b, scale_a, scale_b, bias, scale_result, out_dtype or out.dtype)
     return out.resize_(result.shape).copy_(result)

@@ -1,4 +1,5 @@
-"""The layers of `ao`, and their weights under FSDP2. Imports TorchAO, so it is imported with a layer."""
+"""The layers of `ao`, and their weights under FSDP2. Imports TorchAO, so it is imported with a
+layer."""
 
 from collections import namedtuple
 
@@ -8,21 +9,31 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor, precompute_float8_dynamic_scale_for_fsdp
+from torchao.float8.fsdp_utils import (
+    WeightWithDynamicFloat8CastTensor,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 
 from ...errors import FP8BackendError
 from ...tensors.parameter_swap import refuse_if_held, swap
 from ...tensors.sharded_tensor import is_distributed, local_part, with_local
 from ..counts import DGRAD, FPROP, WGRAD
-from ..refusals import refuse_cut_since, refuse_second_derivative, refuse_transforms, refuse_width, saved_by_name
+from ..refusals import (
+    refuse_cut_since,
+    refuse_second_derivative,
+    refuse_transforms,
+    refuse_width,
+    saved_by_name,
+)
 
 _AsLinear = namedtuple("_AsLinear", "weight bias linear_mm_config config")
 """The attributes read by TorchAO's forward."""
 
 
 class AOProducts(nn.Module):
-    """A layer with TorchAO's products, to the bit, and correct where TorchAO crashes: inputs of zero tokens or of one
-    dimension, and a high-precision weight gradient under any autocast but CUDA's."""
+    """A layer with TorchAO's products, to the bit, and correct where TorchAO crashes: inputs of
+    zero tokens or of one dimension, and a high-precision weight gradient under any autocast but
+    CUDA's."""
 
     transposed_weight = False
     """True if the Parameter holds the weight as [in, out] (`TransposedLinear`)."""
@@ -31,15 +42,17 @@ class AOProducts(nn.Module):
     """True while its products run in high precision."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        in_features = self.weight.shape[0 if self.transposed_weight else 1]  # under tensor parallelism, of this part
+        # under tensor parallelism, of this part
+        in_features = self.weight.shape[0 if self.transposed_weight else 1]
         refuse_width(input, in_features)
         if isinstance(self.weight, WeightWithDynamicFloat8CastTensor):
             raise FP8BackendError(
-                "enable_fsdp_float8_all_gather=True, and the model is not sharded: apply fully_shard to it before it "
-                "runs, or leave the field out"
+                "enable_fsdp_float8_all_gather=True, and the model is not sharded: apply "
+                "fully_shard to it before it runs, or leave the field out"
             )
         refuse_cut_since(self, input)
-        # nothing to take an amax of. (Asked by `numel()`, Inductor writes past a buffer of a padded, dynamic input)
+        # nothing to take an amax of. (Asked by `numel()`, Inductor writes past a buffer of a
+        # padded, dynamic input)
         if 0 in input.shape or self.ao_paused:
             gathered = hasattr(self.weight, "to_original_precision")
             weight = self.weight.to_original_precision() if gathered else self.weight
@@ -51,10 +64,12 @@ class AOProducts(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(input)
         device = input.device.type
-        if input.dtype == torch.float64:  # oneDNN on AMX-FP16 and cuBLAS return no FP64 from FP8 products
+        # oneDNN on AMX-FP16 and cuBLAS return no FP64 from FP8 products
+        if input.dtype == torch.float64:
             return self.forward(input.float()).double()
         if not self.fp8_wgrad and torch.is_autocast_enabled(device):
-            # TorchAO casts only under CUDA's autocast; elsewhere it multiplies a bf16 gradient by an fp32 input
+            # TorchAO casts only under CUDA's autocast; elsewhere it multiplies a bf16 gradient by
+            # an fp32 input
             input = input.to(torch.get_autocast_dtype(device))
         refuse_transforms(self.weight)
         layer = self
@@ -90,8 +105,9 @@ def products_in_high_precision(config: Float8LinearConfig) -> tuple[str, ...]:
 
 
 class AOWeight(WeightWithDynamicFloat8CastTensor):
-    """A high-precision weight or shard, `_tensor`, that FSDP2 gathers in FP8 with one scale for all ranks. Unlike in
-    TorchAO's class, codes travel as bytes (gloo refuses float8), and uneven shards are padded."""
+    """A high-precision weight or shard, `_tensor`, that FSDP2 gathers in FP8 with one scale for all
+    ranks. Unlike in TorchAO's class, codes travel as bytes (gloo refuses float8), and uneven shards
+    are padded."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
@@ -107,7 +123,9 @@ class AOWeight(WeightWithDynamicFloat8CastTensor):
         codes = codes.view(torch.uint8)
         if self.shape[1:] == outer_size[1:]:
             missing = -(-outer_size[0] // mesh.size()) - self.shape[0]
-            codes = torch.cat([codes, codes.new_zeros(missing, *outer_size[1:])]) if missing else codes
+            codes = (
+                torch.cat([codes, codes.new_zeros(missing, *outer_size[1:])]) if missing else codes
+            )
         return (codes,), (metadata, outer_size)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
@@ -121,14 +139,15 @@ torch.serialization.add_safe_globals([AOWeight])
 
 
 def gather_in_fp8(root: nn.Module) -> None:
-    """Let FSDP2 gather the weights of all AO layers in FP8. Call it before `fully_shard`; Parameters stay the same
-    objects. Raises `FP8BackendError`, without a change, if a weight is sharded already, or held by something else."""
+    """Let FSDP2 gather the weights of all AO layers in FP8. Call it before `fully_shard`;
+    Parameters stay the same objects. Raises `FP8BackendError`, without a change, if a weight is
+    sharded already, or held by something else."""
     layers = {name: layer for name, layer in root.named_modules() if isinstance(layer, AOProducts)}
     for name, layer in layers.items():
         if is_distributed(layer.weight):
             raise FP8BackendError(
-                f"enable_fsdp_float8_all_gather: {name}.weight is sharded already, and FSDP2 would not gather it in "
-                f"FP8 any more: prepare the model before fully_shard"
+                f"enable_fsdp_float8_all_gather: {name}.weight is sharded already, and FSDP2 would "
+                "not gather it in FP8 any more: prepare the model before fully_shard"
             )
         refuse_if_held(layer.weight, f"{name}.weight")
     for name, layer in layers.items():
@@ -140,9 +159,12 @@ def gather_in_fp8(root: nn.Module) -> None:
 
 
 def agree_scales(root: nn.Module) -> None:
-    """Compute the scales of all weights after an optimizer step by one all-reduce, in place of one for each weight."""
+    """Compute the scales of all weights after an optimizer step by one all-reduce, in place of one
+    for each weight."""
     weights = [layer.weight for layer in root.modules() if isinstance(layer, AOProducts)]
-    if any(is_distributed(weight) and isinstance(local_part(weight), AOWeight) for weight in weights):
+    if any(
+        is_distributed(weight) and isinstance(local_part(weight), AOWeight) for weight in weights
+    ):
         precompute_float8_dynamic_scale_for_fsdp(root)
 
 
@@ -162,7 +184,11 @@ def export_plain(layer: AOProducts, state_dict: dict, prefix: str, local_metadat
 def wrap_again(layer: AOProducts, state_dict: dict, prefix: str, *_) -> None:
     """Wrap a plain weight before it is loaded (hook): `assign=True` makes it the Parameter."""
     new = state_dict.get(f"{prefix}weight")
-    if new is None or isinstance(local_part(new), AOWeight) or not isinstance(local_part(layer.weight), AOWeight):
+    if (
+        new is None
+        or isinstance(local_part(new), AOWeight)
+        or not isinstance(local_part(layer.weight), AOWeight)
+    ):
         return
     wrapped = _wrapped(layer, local_part(new.detach()))
     state_dict[f"{prefix}weight"] = with_local(new, wrapped) if is_distributed(new) else wrapped

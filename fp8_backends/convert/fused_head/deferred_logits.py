@@ -1,9 +1,11 @@
-"""Defer the logits of an output head until somebody reads them, so that a cross-entropy can run without them.
+"""Defer the logits of an output head until somebody reads them, so that a cross-entropy can run
+without them.
 
-A deferring head returns a `DeferredLogits`: shape, dtype and graph of the logits, no memory. `F.cross_entropy` of it is
-`HeadLoss`, chunk by chunk of tokens; any other reader gets the logits from the usual forward. The loss keeps for
-backward the gradient of the hidden states, and of the weight, summed in FP32. They are gradients of the sum over the
-tokens, within the range of FP8 and fp16; backward multiplies the mean's factor and its incoming gradient in FP32.
+A deferring head returns a `DeferredLogits`: shape, dtype and graph of the logits, no memory.
+`F.cross_entropy` of it is `HeadLoss`, chunk by chunk of tokens; any other reader gets the logits
+from the usual forward. The loss keeps for backward the gradient of the hidden states, and of the
+weight, summed in FP32. They are gradients of the sum over the tokens, within the range of FP8 and
+fp16; backward multiplies the mean's factor and its incoming gradient in FP32.
 """
 
 from __future__ import annotations
@@ -37,14 +39,24 @@ _COPIES = (aten.detach.default, aten.alias.default, aten.clone.default)
 _READS_MEMORY = tuple(
     getattr(torch.Tensor, name)
     for name in (
-        *("__repr__", "__format__", "__reduce_ex__", "__deepcopy__", "__array__", "__dlpack__", "numpy", "tolist"),
+        *(
+            "__repr__",
+            "__format__",
+            "__reduce_ex__",
+            "__deepcopy__",
+            "__array__",
+            "__dlpack__",
+            "numpy",
+            "tolist",
+        ),
         *("item", "data_ptr", "untyped_storage", "storage", "share_memory_"),
     )
 )
 _WAITS_FOR_GRADIENT = (torch.Tensor.register_hook, torch.Tensor.retain_grad)
 
 ROWS = 128
-"""Chunks are multiples of this, the longest block with one scale along the tokens (`scaling.VECTORS`)."""
+"""Chunks are multiples of this, the longest block with one scale along the tokens
+(`scaling.VECTORS`)."""
 
 
 class DefersLogits(nn.Module):
@@ -66,12 +78,24 @@ class DefersLogits(nn.Module):
         return _Defer.apply(input, self.weight, self.bias, Pending(self, input, out_dtype))
 
     def _may_defer(self, x: torch.Tensor, out_dtype: torch.dtype) -> bool:
-        """Return True if a loss in training may follow, and the weight keeps its memory until then."""
+        """Return True if a loss in training may follow, and the weight keeps its memory until
+        then."""
         weight = self.weight
-        in_training = self.training and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        in_training = (
+            self.training and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        )
         stays = isinstance(weight, nn.Parameter) and weight.is_leaf and not hasattr(weight, "ds_id")
-        is_known = type(x) in PLAIN and type(weight) in (*PLAIN, *self.weight_types) and not is_distributed(weight)
-        fits = x.numel() > 0 and x.dim() > 1 and x.shape[-1] == self.in_features and x.device == weight.device
+        is_known = (
+            type(x) in PLAIN
+            and type(weight) in (*PLAIN, *self.weight_types)
+            and not is_distributed(weight)
+        )
+        fits = (
+            x.numel() > 0
+            and x.dim() > 1
+            and x.shape[-1] == self.in_features
+            and x.device == weight.device
+        )
         return (
             in_training
             and stays
@@ -92,7 +116,8 @@ class DefersLogits(nn.Module):
         return HeadProducts(self.weight, self.bias, out_dtype)
 
     def count_products(self, *kinds: str) -> None:
-        """Count these products of all chunks: FPROP, DGRAD, WGRAD, or RECOMPUTED. High precision counts none."""
+        """Count these products of all chunks: FPROP, DGRAD, WGRAD, or RECOMPUTED. High precision
+        counts none."""
 
 
 HEADS: dict[type[nn.Module], type[DefersLogits]] = {}
@@ -130,16 +155,19 @@ class Pending:
 
     @property
     def is_stale(self) -> bool:
-        """True after a change of the hidden states or the weight, for example by an optimizer step."""
+        """True after a change of the hidden states or the weight, for example by an optimizer
+        step."""
         return self._versions() != self.versions or self.head.weight is not self.weight
 
     def logits(self) -> torch.Tensor:
-        """Return the logits without a graph, computed at the first call. Raises `FP8BackendError` if `is_stale`."""
+        """Return the logits without a graph, computed at the first call. Raises `FP8BackendError`
+        if `is_stale`."""
         if self.output is None:
             if self.is_stale:
                 raise FP8BackendError(
-                    "fused_head=True: the loss ran without logits, and the head's weight or its input has changed. "
-                    "Read logits before optimizer.step(), or leave fused_head out"
+                    "fused_head=True: the loss ran without logits, and the head's weight or its "
+                    "input has changed. Read logits before optimizer.step(), or leave fused_head "
+                    "out"
                 )
             context = torch.autocast(self.x.device.type, self.out_dtype, self.autocast)
             with torch.enable_grad(), context:
@@ -162,13 +190,16 @@ class Pending:
 
 
 class _Defer(torch.autograd.Function):
-    """The place of deferred logits in the autograd graph: gradients of logits go through the ordinary forward."""
+    """The place of deferred logits in the autograd graph: gradients of logits go through the
+    ordinary forward."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, pending):
         ctx.pending = pending
         shape = (*x.shape[:-1], weight.shape[0])
-        return DeferredLogits(pending, (), torch.empty(shape, dtype=pending.out_dtype, device="meta"))
+        return DeferredLogits(
+            pending, (), torch.empty(shape, dtype=pending.out_dtype, device="meta")
+        )
 
     @staticmethod
     def backward(ctx, dlogits):
@@ -190,7 +221,12 @@ class DeferredLogits(torch.Tensor):
     def __new__(cls, pending: Pending, steps: tuple, like: torch.Tensor) -> DeferredLogits:
         """Build with the shape, strides and dtype of the meta tensor `like`."""
         deferred = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=pending.x.device
+            cls,
+            like.shape,
+            like.stride(),
+            like.storage_offset(),
+            dtype=like.dtype,
+            device=pending.x.device,
         )
         deferred.pending, deferred.steps = pending, steps
         pending.members.append(weakref.ref(deferred))
@@ -207,7 +243,8 @@ class DeferredLogits(torch.Tensor):
         return self.known_values
 
     def when_backward(self, hook: Callable[[Any], None]) -> None:
-        """Call `hook(gradient)` when a gradient reaches the logits, or `hook(None)` for a loss without logits."""
+        """Call `hook(gradient)` when a gradient reaches the logits, or `hook(None)` for a loss
+        without logits."""
         self.pending.backward_hooks.append(hook)
 
     @classmethod
@@ -220,7 +257,10 @@ class DeferredLogits(torch.Tensor):
             args[0].pending.may_fuse = False
         if func in _READS_MEMORY:  # knows no graph: a tensor that requires one refuses as usual
             tensor, values = args[0], args[0].values()
-            args = (values.view_as(values).requires_grad_() if tensor.requires_grad else values, *args[1:])
+            args = (
+                values.view_as(values).requires_grad_() if tensor.requires_grad else values,
+                *args[1:],
+            )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -230,10 +270,15 @@ class DeferredLogits(torch.Tensor):
         if (deferred := _deferred(func, args, kwargs)) is not None:
             return deferred
         changes = func._schema.is_mutable
-        with torch.overrides.enable_reentrant_dispatch():  # the ordinary forward builds a graph of its own
-            plain_args, plain_kwargs = tree_map_only(DeferredLogits, DeferredLogits.values, (args, kwargs))
+        # the ordinary forward builds a graph of its own
+        with torch.overrides.enable_reentrant_dispatch():
+            plain_args, plain_kwargs = tree_map_only(
+                DeferredLogits, DeferredLogits.values, (args, kwargs)
+            )
             if changes:
-                for tensor in (arg for arg in (*args, *kwargs.values()) if isinstance(arg, DeferredLogits)):
+                for tensor in (
+                    arg for arg in (*args, *kwargs.values()) if isinstance(arg, DeferredLogits)
+                ):
                     tensor.pending.materialise()
         result = func(*plain_args, **plain_kwargs)
         return args[0] if changes and result is plain_args[0] else result
@@ -249,32 +294,52 @@ def _deferred(func, args: tuple, kwargs: dict) -> DeferredLogits | None:
     source = args[0] if args else None
     if not isinstance(source, DeferredLogits) or "known_values" in source.__dict__:
         return None
-    if func not in (*_OF_ROWS, *_OF_ELEMENTS, *_COPIES) or any(isinstance(arg, torch.Tensor) for arg in args[1:]):
+    if func not in (*_OF_ROWS, *_OF_ELEMENTS, *_COPIES) or any(
+        isinstance(arg, torch.Tensor) for arg in args[1:]
+    ):
         return None
     if func is aten._to_copy.default and not kwargs.keys() <= {"dtype"}:
         return None
-    if func is aten.slice.Tensor and args[1:2] and args[1] in (-1, source.dim() - 1):  # of the vocabulary
+    # of the vocabulary
+    if func is aten.slice.Tensor and args[1:2] and args[1] in (-1, source.dim() - 1):
         return None
     step = func, args[1:], kwargs
-    like = _applied(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), step)
+    like = _applied(
+        torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), step
+    )
     if like.shape[-1:] != source.shape[-1:] or not like.is_floating_point():
         return None
     return DeferredLogits(source.pending, (*source.steps, step), like)
 
 
 def _fused_cross_entropy(
-    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0
+    input,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
+    label_smoothing=0.0,
 ) -> torch.Tensor | None:
     """Compute `F.cross_entropy` without logits; None for arguments beyond chunks of rows."""
-    is_plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
+    is_plain = (
+        weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
+    )
     if not is_plain or not isinstance(input, DeferredLogits) or not torch.is_grad_enabled():
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        is_indexed = target.dtype == torch.int64 and input.dim() == 2 and target.shape == input.shape[:1]
+        is_indexed = (
+            target.dtype == torch.int64 and input.dim() == 2 and target.shape == input.shape[:1]
+        )
         pending, dtype = input.pending, input.dtype
         if not is_indexed or not input.requires_grad or target.device != input.device:
             return None
-        if not pending.may_fuse or pending.output is not None or any(step[0] in _COPIES[:2] for step in input.steps):
+        if (
+            not pending.may_fuse
+            or pending.output is not None
+            or any(step[0] in _COPIES[:2] for step in input.steps)
+        ):
             return None
         if input.numel() == 0 or pending.head._backward_hooks or pending.head._backward_pre_hooks:
             return None
@@ -285,7 +350,14 @@ def _fused_cross_entropy(
     options = CrossEntropy(ignore_index, reduction == "mean", float(label_smoothing))
     products = pending.head.head_products(pending.out_dtype)
     loss = HeadLoss.apply(
-        rows, pending.weight, pending.bias, target, products, elementwise, options, pending.note_backward
+        rows,
+        pending.weight,
+        pending.bias,
+        target,
+        products,
+        elementwise,
+        options,
+        pending.note_backward,
     )
     pending.head.count_products(RECOMPUTED if inside_backward() else FPROP)
     return loss.to(result_dtype)
@@ -301,7 +373,10 @@ def _replayed(x: torch.Tensor, steps: tuple) -> tuple[torch.Tensor, Callable | N
             x = x.reshape(*args[0][:-1], x.shape[-1])
         elif func in _OF_ELEMENTS:
             elementwise.append((func, args, kwargs))
-    if all(func is aten._to_copy.default and kwargs["dtype"] == torch.float32 for func, _, kwargs in elementwise):
+    if all(
+        func is aten._to_copy.default and kwargs["dtype"] == torch.float32
+        for func, _, kwargs in elementwise
+    ):
         return x, None
     return x, lambda tensor: functools.reduce(_applied, elementwise, tensor)
 
@@ -316,15 +391,19 @@ class CrossEntropy(NamedTuple):
 
 
 class HeadProducts:
-    """The products of a head in high precision, one chunk of tokens after another. A subclass runs them in FP8."""
+    """The products of a head in high precision, one chunk of tokens after another. A subclass runs
+    them in FP8."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> None:
         self.matrix = weight.detach().to(out_dtype)
         self.bias = None if bias is None else bias.detach().to(out_dtype)
         self.out_dtype = out_dtype
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [tokens, vocabulary] from x [tokens, hidden], and keep this chunk's operand of wgrad."""
+        """Return [tokens, vocabulary] from x [tokens, hidden], and keep this chunk's operand of
+        wgrad."""
         self.x = x.to(self.out_dtype)
         return self.biased(plain_product(self.x, self.matrix))
 
@@ -341,9 +420,10 @@ class HeadProducts:
 
 
 def tokens_of_chunk(tokens: int, hidden: int) -> int:
-    """Return the tokens in a chunk: at most twice the hidden size, in multiples of ROWS, and about equally many. Each
-    chunk but the first adds to the FP32 gradient of the weight, 10 bytes an element: on an H200, a tenth of the time of
-    FP8 products with as many tokens as the hidden size. A single chunk's gradient stays in the products' dtype."""
+    """Return the tokens in a chunk: at most twice the hidden size, in multiples of ROWS, and about
+    equally many. Each chunk but the first adds to the FP32 gradient of the weight, 10 bytes an
+    element: on an H200, a tenth of the time of FP8 products with as many tokens as the hidden size.
+    A single chunk's gradient stays in the products' dtype."""
     number = -(-tokens // (2 * hidden)) or 1
     return -(-tokens // (number * ROWS)) * ROWS or ROWS
 
@@ -354,14 +434,16 @@ def chunk_loss(
     options: CrossEntropy,
     elementwise: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross-entropy of a chunk, FP32 and 0-dimensional, and its gradient by the logits [tokens,
-    vocabulary], whose memory it may reuse. `elementwise`: the model's function before the loss, such as a softcap."""
+    """Return the summed cross-entropy of a chunk, FP32 and 0-dimensional, and its gradient by the
+    logits [tokens, vocabulary], whose memory it may reuse. `elementwise`: the model's function
+    before the loss, such as a softcap."""
     scores = leaf = logits
     if elementwise is not None:
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             scores = elementwise(leaf)
-    # the gradient may reuse the memory of the scores, and a function may have saved a part of them for its backward
+    # the gradient may reuse the memory of the scores, and a function may have saved a part of them
+    # for its backward
     values = scores.detach() if elementwise is None else scores.detach().clone()
     losses, gradient = cross_entropy(values, labels, options.ignore_index, options.label_smoothing)
     if elementwise is not None:
@@ -370,8 +452,9 @@ def chunk_loss(
 
 
 class HeadLoss(torch.autograd.Function):
-    """The loss, FP32 and 0-dimensional, of hidden states x [tokens, hidden] under a head's weight [vocabulary, hidden]
-    and bias, multiplied by `products`. Backward calls `on_backward(of_input, of_weight)`."""
+    """The loss, FP32 and 0-dimensional, of hidden states x [tokens, hidden] under a head's weight
+    [vocabulary, hidden] and bias, multiplied by `products`. Backward calls `on_backward(of_input,
+    of_weight)`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, labels, products, elementwise, options, on_backward):
@@ -403,15 +486,17 @@ class HeadLoss(torch.autograd.Function):
         refuse_second_derivative(dloss)
         if ctx.gradients is None:
             raise FP8BackendError(
-                "fused_head=True: backward ran twice through one loss, whose gradients are made once, in forward; "
-                "leave out retain_graph=True, or fused_head"
+                "fused_head=True: backward ran twice through one loss, whose gradients are made "
+                "once, in forward; leave out retain_graph=True, or fused_head"
             )
         gradients, ctx.gradients = ctx.gradients, None
         ctx.on_backward(*(gradient is not None for gradient in gradients[:2]))
         ctx.on_backward = None  # it holds the hidden states
         factor = dloss.float() if ctx.factor is None else dloss.float() * ctx.factor
         pairs = zip(gradients, ctx.dtypes, strict=True)
-        return *(None if grad is None else _scaled(grad, factor).to(dtype) for grad, dtype in pairs), *(None,) * 5
+        return *(
+            None if grad is None else _scaled(grad, factor).to(dtype) for grad, dtype in pairs
+        ), *(None,) * 5
 
 
 def _sum(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
@@ -423,4 +508,5 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return gradient * factor (FP32, 0-dimensional) in FP32, in place or in one pass."""
     if gradient.dtype == torch.float32:
         return gradient.mul_(factor)
-    return gradient * factor.view(1, 1)  # one dimension or more: else PyTorch casts it to the gradient's dtype
+    # one dimension or more: else PyTorch casts it to the gradient's dtype
+    return gradient * factor.view(1, 1)

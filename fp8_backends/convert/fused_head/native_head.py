@@ -1,4 +1,5 @@
-"""`FP8Head`, an output head of `native` with deferred logits, and its FP8 products in chunks of tokens."""
+"""`FP8Head`, an output head of `native` with deferred logits, and its FP8 products in chunks of
+tokens."""
 
 from __future__ import annotations
 
@@ -33,11 +34,17 @@ class FP8Head(DefersLogits, FP8Linear):
 
 
 class FP8HeadProducts(HeadProducts):
-    """The products of a head by its scaling rule. The weight's codes serve all chunks; hidden states and gradients of
-    logits get new scales in each chunk, if the rule derives them from the tensor."""
+    """The products of a head by its scaling rule. The weight's codes serve all chunks; hidden
+    states and gradients of logits get new scales in each chunk, if the rule derives them from the
+    tensor."""
 
     def __init__(self, head: FP8Head, stored: Stored, out_dtype: torch.dtype) -> None:
-        self.rule, self.ledger, self.state, self.out_dtype = head.fp8_rule, head.fp8_ledger, head.fp8_scaling, out_dtype
+        self.rule, self.ledger, self.state, self.out_dtype = (
+            head.fp8_rule,
+            head.fp8_ledger,
+            head.fp8_scaling,
+            out_dtype,
+        )
         self.bias = None if head.bias is None else head.bias.detach().to(out_dtype)
         self.high, along, fmt = self.rule.high_precision, self.rule.along, self.rule.forward_format
         self.matrix = stored.values(out_dtype) if self.high[FPROP] or self.high[DGRAD] else None
@@ -47,7 +54,9 @@ class FP8HeadProducts(HeadProducts):
         self.codes, self.transposed = w8.along_columns(), None
         if not self.high[DGRAD]:
             self.transposed = (
-                w8.along_rows() if along is None else stored.in_blocks(along.weight_blocks, fmt, transposed=True)
+                w8.along_rows()
+                if along is None
+                else stored.in_blocks(along.weight_blocks, fmt, transposed=True)
             )
         self.fp8_wgrad = head.weight.requires_grad and not self.high[WGRAD]
 
@@ -66,18 +75,24 @@ class FP8HeadProducts(HeadProducts):
         dx = dw = None
         fp8_dgrad, fp8_wgrad = of_input and not self.high[DGRAD], of_weight and self.fp8_wgrad
         if fp8_dgrad or fp8_wgrad:
-            dy8 = self._quantized(dlogits, self.rule.gradient_format, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad)
+            dy8 = self._quantized(
+                dlogits, self.rule.gradient_format, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad
+            )
         if fp8_dgrad:
             dx = self.rule.product(dy8.along_columns(), self.transposed, self.out_dtype)
         elif of_input:
             dx = plain_product(dlogits, self.matrix.t())
         if fp8_wgrad:
-            dw = self.rule.product(dy8.along_rows(), self.x8.along_rows(), self.out_dtype, by_weight=False)
+            dw = self.rule.product(
+                dy8.along_rows(), self.x8.along_rows(), self.out_dtype, by_weight=False
+            )
         elif of_weight:
             dw = plain_product(dlogits.t(), self.x.to(self.out_dtype).t())
         return dx, dw
 
-    def _quantized(self, matrix: torch.Tensor, fmt: Format, tensor: int, rows: bool, columns: bool) -> Layouts:
+    def _quantized(
+        self, matrix: torch.Tensor, fmt: Format, tensor: int, rows: bool, columns: bool
+    ) -> Layouts:
         newest = self.ledger.newest(self.rule, self.state, tensor)
         return quantized(matrix, fmt, self.rule, self.state, tensor, rows, columns, newest)
 

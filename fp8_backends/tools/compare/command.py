@@ -1,4 +1,5 @@
-"""`fp8-backends compare`: train a small model with bf16 and each FP8 backend side by side; measure cost and gain."""
+"""`fp8-backends compare`: train a small model with bf16 and each FP8 backend side by side; measure
+cost and gain."""
 
 import argparse
 import signal
@@ -14,7 +15,15 @@ from ...errors import BackendUnavailableError, RecipeError
 from ...recipes.handlers import resolve
 from ...recipes.strings import names_file
 from ...words import counted
-from ..terminal import Progress, add_feature_flags, duration, features_of, paragraphs, table, wrapped
+from ..terminal import (
+    Progress,
+    add_feature_flags,
+    duration,
+    features_of,
+    paragraphs,
+    table,
+    wrapped,
+)
 from . import summary
 from .comparison import FEWEST_STEPS, PAGE, RESULTS, WANTED_SEEDS, Comparison, Log
 from .workload import BASELINES, REFERENCES, Settings, defaults, fast_fp8
@@ -33,30 +42,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reference = "what backends are compared with, and compute in around FP8 (bf16; fp32 on a CPU without bf16 products)"
     model = "a transformers config.json or its folder, causal or masked (a small Llama; on a GPU with FP8, 1B)"
     minutes = (
-        "fit the whole command into so many minutes: --steps and --seeds are then upper bounds, and steps are given up "
-        f"(not below {FEWEST_STEPS}) for {WANTED_SEEDS} seeds (no limit)"
+        "fit the whole command into so many minutes: --steps and --seeds are then upper bounds, "
+        f"and steps are given up (not below {FEWEST_STEPS}) for {WANTED_SEEDS} seeds (no limit)"
     )
     held_out = f"held-out windows as a share of the windows trained on ({Settings.held_out_share})"
-    nproc = "train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)"
+    nproc = (
+        "train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)"
+    )
     count, number, add = _positive(int), _positive(float), parser.add_argument
     backends = f"backend strings, and of {', '.join(BASELINES)} ({default})"
     add("--backends", default=default, metavar="A,B,…", help=backends)
     add("--reference", choices=REFERENCES, help=reference)
-    add("--text", metavar="PATH", help="a text file or a folder of them (the Python standard library's sources)")
+    add(
+        "--text",
+        metavar="PATH",
+        help="a text file or a folder of them (the Python standard library's sources)",
+    )
     add("--model", metavar="CONFIG", help=model)
-    add("--megabytes", type=number, default=8.0, metavar="N", help="read at most this much text (8)")
+    add(
+        "--megabytes", type=number, default=8.0, metavar="N", help="read at most this much text (8)"
+    )
     add("--steps", type=count, metavar="N", help="training steps (80; on a GPU with FP8, 60)")
     add("--seeds", type=count, metavar="N", help="runs of each backend (5; on a GPU with FP8, 3)")
     add("--minutes", type=number, metavar="M", help=minutes)
     add("--batch", type=count, metavar="N", help="sequences in a batch (8; on a GPU with FP8, 2)")
-    add("--sequence", type=count, metavar="N", help="tokens in a sequence (128; on a GPU with FP8, 4096)")
+    add(
+        "--sequence",
+        type=count,
+        metavar="N",
+        help="tokens in a sequence (128; on a GPU with FP8, 4096)",
+    )
     add("--held_out", type=number, default=Settings.held_out_share, metavar="X", help=held_out)
-    add("--lr", type=number, metavar="X", help="highest learning rate, decayed to zero (1e-3; on a GPU with FP8, 3e-4)")
+    add(
+        "--lr",
+        type=number,
+        metavar="X",
+        help="highest learning rate, decayed to zero (1e-3; on a GPU with FP8, 3e-4)",
+    )
     add("--nproc", type=count, default=1, metavar="N", help=nproc)
-    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model (only on a GPU with FP8)")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile the model (only on a GPU with FP8)",
+    )
     add_feature_flags(parser)
-    add("--sums", choices=(EXACT, *CHIPS), default=EXACT, help="sums of the chip whose products a CPU emulates (exact)")
-    add("--output", type=Path, default=Path("fp8_compare"), metavar="DIR", help="where to write (./fp8_compare)")
+    add(
+        "--sums",
+        choices=(EXACT, *CHIPS),
+        default=EXACT,
+        help="sums of the chip whose products a CPU emulates (exact)",
+    )
+    add(
+        "--output",
+        type=Path,
+        default=Path("fp8_compare"),
+        metavar="DIR",
+        help="where to write (./fp8_compare)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +112,9 @@ def run(args: argparse.Namespace) -> int:
         if len(received) == 1:  # an impatient second signal must not prevent writing the results
             raise KeyboardInterrupt(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         announce(settings)
         settings.backends = backend_names(settings.backends, settings.reference, settings.sums)
@@ -91,10 +135,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """Return the settings; `run` resolves the backends later, after the first line, because that takes seconds."""
+    """Return the settings; `run` resolves the backends later, after the first line, because that
+    takes seconds."""
     device = hardware.device()
     values = defaults(fast_fp8(device))
-    given = {name: getattr(args, name) for name in ("steps", "seeds", "batch", "sequence", "lr", "compile")}
+    given = {
+        name: getattr(args, name)
+        for name in ("steps", "seeds", "batch", "sequence", "lr", "compile")
+    }
     values |= {name: value for name, value in given.items() if value is not None}
     check_ranks(args.nproc, values["batch"], device)
     return Settings(
@@ -115,21 +163,24 @@ def check_ranks(ranks: int, batch: int, device: str) -> None:
     """Raise if the batch or the machine does not suit this number of ranks."""
     if batch % ranks:
         raise RecipeError(
-            f"--nproc {ranks}: a batch of {batch} sequences cannot be shared evenly among {ranks} ranks; "
-            f"set --batch to a multiple of {ranks}"
+            f"--nproc {ranks}: a batch of {batch} sequences cannot be shared evenly among {ranks} "
+            f"ranks; set --batch to a multiple of {ranks}"
         )
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise BackendUnavailableError(
-            f"--nproc {ranks}: this machine has {torch.cuda.device_count()} GPUs, and each rank needs one; "
-            "CUDA_VISIBLE_DEVICES= trains on the CPU"
+            f"--nproc {ranks}: this machine has {torch.cuda.device_count()} GPUs, and each rank "
+            "needs one; CUDA_VISIBLE_DEVICES= trains on the CPU"
         )
     if ranks > 1 and not torch.distributed.is_available():
-        raise BackendUnavailableError(f"--nproc {ranks}: this build of torch {torch.__version__} has no distributed")
+        raise BackendUnavailableError(
+            f"--nproc {ranks}: this build of torch {torch.__version__} has no distributed"
+        )
 
 
 def backend_names(words: Iterable[str], reference: str, sums: str = EXACT) -> tuple[str, ...]:
-    """Return canonical names, and files, without repetitions and the reference. Raises for invalid or unavailable
-    backends, and for one that does not emulate these sums, or names another precision around FP8."""
+    """Return canonical names, and files, without repetitions and the reference. Raises for invalid
+    or unavailable backends, and for one that does not emulate these sums, or names another
+    precision around FP8."""
     names: dict[str, None] = {}
     for word in words:
         if word.lower() in BASELINES:
@@ -139,8 +190,9 @@ def backend_names(words: Iterable[str], reference: str, sums: str = EXACT) -> tu
         check_available(recipe)
         if "autocast_dtype" in recipe.given and recipe.autocast_dtype != reference:
             raise RecipeError(
-                f"{word} has autocast_dtype={recipe.autocast_dtype!r}, and this comparison runs {reference} around "
-                "FP8: choose the same by --reference (bf16 or fp32), or leave the field out of the file"
+                f"{word} has autocast_dtype={recipe.autocast_dtype!r}, and this comparison runs "
+                f"{reference} around FP8: choose the same by --reference (bf16 or fp32), or leave "
+                "the field out of the file"
             )
         names[word if names_file(word) else recipe.name] = None
     names.pop(reference, None)
@@ -164,24 +216,31 @@ _MARKS = {True: "ok", False: "FAIL", None: "?"}
 def announce(settings: Settings) -> None:
     """Print the known facts before anything is loaded."""
     backends = ", ".join(name for name in settings.backends if name != settings.reference)
-    limit = "" if settings.minutes is None else f", or what of it fits into {settings.minutes:g} min"
+    limit = (
+        "" if settings.minutes is None else f", or what of it fits into {settings.minutes:g} min"
+    )
     text = (
         f"fp8-backends compare: {backends or 'no backend'} against {settings.reference} on "
         f"{'a GPU' if settings.device == 'cuda' else 'the CPU'}; {settings.reference} around FP8; "
-        f"{summary.runs_text(settings.seeds, settings.steps)} of {settings.batch} × {settings.sequence} tokens{limit}"
+        f"{summary.runs_text(settings.seeds, settings.steps)} of {settings.batch} × "
+        f"{settings.sequence} tokens{limit}"
     )
     print(wrapped(text), flush=True)
 
 
 def introduce(comparison: Comparison) -> None:
     results = comparison.results
-    parts = (f"{results['task']} on {results['text']['description']}", summary.held_out_text(results))
+    parts = (
+        f"{results['task']} on {results['text']['description']}",
+        summary.held_out_text(results),
+    )
     print(wrapped("; ".join(filter(None, (*parts, summary.ranks_text(results))))))
     print(f"starting {counted(len(results['backends']), 'worker')}", flush=True)
 
 
 def conclude(comparison: Comparison) -> None:
-    """Print the verdict, the table, the reference's own spread, the checks and the paths of the results."""
+    """Print the verdict, the table, the reference's own spread, the checks and the paths of the
+    results."""
     results = comparison.results
     headings, rows = summary.columns(results), summary.rows(results)
     cells = [[summary.cell(row, key) for key in headings] for row in rows]
@@ -189,7 +248,11 @@ def conclude(comparison: Comparison) -> None:
     if any(row.emulated for row in rows):
         about = "this chip has no FP8 products, so FP8's speed cannot be measured; losses and memory are real"
         notes.append(("emulated", about))
-    parts = [str(summary.verdict(results)), table([list(headings.values()), *cells]), paragraphs(notes)]
+    parts = [
+        str(summary.verdict(results)),
+        table([list(headings.values()), *cells]),
+        paragraphs(notes),
+    ]
     parts.append(wrapped(summary.spread_line(results)))
     for backend, made in summary.checks(results).items():
         lines = [(_MARKS[check.passed], f"{check.name} ({check.detail})") for check in made]

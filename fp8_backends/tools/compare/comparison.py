@@ -36,7 +36,8 @@ _PACKAGES = ("fp8-backends", "torch", "accelerate", "torchao", "transformers", "
 
 
 class Log:
-    """Print a line for each finished part, and show the current step on a terminal, or every 30 seconds in a file."""
+    """Print a line for each finished part, and show the current step on a terminal, or every 30
+    seconds in a file."""
 
     def __init__(self, display: Progress) -> None:
         self.display = display if sys.stdout.isatty() else None
@@ -50,13 +51,20 @@ class Log:
         self.say(f"{backend}: first steps observed; {step_seconds:.2g} s a step")
 
     def planned(self, comparison: Comparison) -> None:
-        self.comparison, settings, asked = comparison, comparison.settings, comparison.results["asked"]
+        self.comparison, settings, asked = (
+            comparison,
+            comparison.settings,
+            comparison.results["asked"],
+        )
         given_up = ""
         if asked != {"steps": settings.steps, "seeds": settings.seeds}:
-            given_up = f" ({asked['seeds']} of {asked['steps']} do not fit into {settings.minutes:g} min)"
+            given_up = (
+                f" ({asked['seeds']} of {asked['steps']} do not fit into {settings.minutes:g} min)"
+            )
         self.say(
-            f"about {duration(comparison.seconds_left())} more: {summary.runs_text(settings.seeds, settings.steps)}"
-            f"{given_up} with {counted(len(comparison.workers), 'backend')}, by the steps just timed"
+            f"about {duration(comparison.seconds_left())} more: "
+            f"{summary.runs_text(settings.seeds, settings.steps)}{given_up} with "
+            f"{counted(len(comparison.workers), 'backend')}, by the steps just timed"
         )
 
     def run_started(self, backend: str, seed: int) -> None:
@@ -72,7 +80,10 @@ class Log:
 
     def run_finished(self, backend: str, run: dict[str, Any]) -> None:
         seconds = time.monotonic() - self.began
-        self.say(f"{backend} seed {run['seed']}: held-out loss {_loss(run['held_out_loss'])} ({seconds:.1f} s)")
+        self.say(
+            f"{backend} seed {run['seed']}: held-out loss {_loss(run['held_out_loss'])} "
+            f"({seconds:.1f} s)"
+        )
 
     def failed(self, backend: str, message: str) -> None:
         self.say(f"{backend} failed: {message}")
@@ -87,7 +98,8 @@ def _loss(value: float | None, digits: int = 4) -> str:
 
 
 class Comparison:
-    """Train all backends on the same text, weights and order of data: first steps of each, then seed by seed."""
+    """Train all backends on the same text, weights and order of data: first steps of each, then
+    seed by seed."""
 
     def __init__(self, settings: Settings, output: Path) -> None:
         self.began = time.monotonic()
@@ -96,8 +108,12 @@ class Comparison:
         self.timetable = Timetable()
         kind = task(settings)
         self.text = text = load_text(settings.text, settings.limit_mb)
-        text.batches(1, 1, settings.sequence, 0)  # fail now rather than in every worker if the text is too short
-        versions = {"python": platform.python_version(), **{name: hardware.version(name) for name in _PACKAGES}}
+        # fail now rather than in every worker if the text is too short
+        text.batches(1, 1, settings.sequence, 0)
+        versions = {
+            "python": platform.python_version(),
+            **{name: hardware.version(name) for name in _PACKAGES},
+        }
         versions["cuda"] = torch.version.cuda
         self.results: dict[str, Any] = {
             "status": "running",
@@ -109,7 +125,11 @@ class Comparison:
             "around_fp8": settings.reference,
             "task": kind,
             "asked": {"steps": settings.steps, "seeds": settings.seeds},
-            "text": {"description": text.description, "sha256": text.sha256, "vocab_size": text.vocab_size},
+            "text": {
+                "description": text.description,
+                "sha256": text.sha256,
+                "vocab_size": text.vocab_size,
+            },
             "backends": {
                 name: {"status": "waiting", "message": "", "inspection": None, "runs": []}
                 for name in (settings.reference, *settings.backends)
@@ -133,7 +153,10 @@ class Comparison:
         if backend in runs:
             runs[backend] += step / steps_with_evaluation(self.settings)
         seeds, timetable = self.settings.seeds, self.timetable
-        return sum((seeds - done) * timetable.run_seconds(name, self.settings) for name, done in runs.items())
+        return sum(
+            (seeds - done) * timetable.run_seconds(name, self.settings)
+            for name, done in runs.items()
+        )
 
     def run(self, progress: Log) -> None:
         """Train every backend. After an early end all finished runs are on disk."""
@@ -143,9 +166,12 @@ class Comparison:
                 settings_path.write_text(json.dumps(asdict(self.settings)))
                 torch.save(vars(self.text), text_path)
                 self.save()
-                for backend, report in self.results["backends"].items():  # all load their libraries at the same time
+                # all load their libraries at the same time
+                for backend, report in self.results["backends"].items():
                     report["status"] = "running"
-                    self.workers[backend] = self._worker([str(settings_path), str(text_path), backend])
+                    self.workers[backend] = self._worker(
+                        [str(settings_path), str(text_path), backend]
+                    )
                 for backend in list(self.workers):  # none trains before the last one is ready
                     self._follow(backend, progress, "ready", self.settings.nproc)
                 for backend, worker in list(self.workers.items()):
@@ -161,7 +187,11 @@ class Comparison:
                 self._end("finished")
                 dismiss(self.workers.values())
         except BaseException as error:
-            note = str(error) if isinstance(error, FP8BackendError) else f"{type(error).__name__}: {error}"
+            note = (
+                str(error)
+                if isinstance(error, FP8BackendError)
+                else f"{type(error).__name__}: {error}"
+            )
             if isinstance(error, KeyboardInterrupt):
                 note = f"interrupted by {error}" if error.args else "interrupted"
             self.results["note"] = note
@@ -176,12 +206,16 @@ class Comparison:
         return Worker(arguments, self.settings.nproc)
 
     def _train(self, progress: Log) -> None:
-        """Train seed by seed over all backends, so that finished seeds are comparable at any time."""
+        """Train seed by seed over all backends, so that finished seeds are comparable at any
+        time."""
         for seed in range(self.settings.seeds):
             if seed and not self.timetable.another_round_fits(self.settings, self.elapsed):
                 self._take(replace(self.settings, seeds=seed))
                 asked = self.results["asked"]["seeds"]
-                self.results["note"] = f"{seed} of {counted(asked, 'seed')}: one more would not fit into the time given"
+                self.results["note"] = (
+                    f"{seed} of {counted(asked, 'seed')}: one more would not fit into the time "
+                    "given"
+                )
                 return
             for backend, worker in list(self.workers.items()):
                 progress.run_started(backend, seed)
@@ -191,7 +225,8 @@ class Comparison:
                 self.timetable.measured[backend].append(time.monotonic() - began)
 
     def _follow(self, backend: str, progress: Log, last: str, times: int = 1) -> None:
-        """Record a worker's events until its turn is over. A worker that ends in mid-turn has failed."""
+        """Record a worker's events until its turn is over. A worker that ends in mid-turn has
+        failed."""
         worker, report = self.workers[backend], self.results["backends"][backend]
         for event in worker.events(last, times):
             kind = event.pop("event")
@@ -208,11 +243,15 @@ class Comparison:
                 report["runs"].append(event)
                 progress.run_finished(backend, event)
             elif kind == "failed":
-                report["message"] = report["message"] or event["message"]  # the first rank's is the cause
+                # the first rank's is the cause
+                report["message"] = report["message"] or event["message"]
             if kind in ("inspected", "run"):
                 self.save()
         if worker.ended:
-            report["status"], report["message"] = "failed", report["message"] or worker.why_it_ended()
+            report["status"], report["message"] = (
+                "failed",
+                report["message"] or worker.why_it_ended(),
+            )
             del self.workers[backend]
             self.timetable.paces.pop(backend, None)
             progress.failed(backend, report["message"])
@@ -228,12 +267,21 @@ class Comparison:
         """Write the results, then the page, each by a rename: a reader never sees half a file."""
         self.results["seconds"] = round(self.elapsed, 1)
         self.results["summary"] = {
-            "rows": [{**asdict(row), "gap": row.gap and row.gap.to_dict()} for row in summary.rows(self.results)],
+            "rows": [
+                {**asdict(row), "gap": row.gap and row.gap.to_dict()}
+                for row in summary.rows(self.results)
+            ],
             "reference_spread": summary.reference_spread(self.results),
-            "checks": {name: [asdict(check) for check in made] for name, made in checks(self.results).items()},
+            "checks": {
+                name: [asdict(check) for check in made]
+                for name, made in checks(self.results).items()
+            },
             "verdict": verdict(self.results)._asdict(),
         }
-        for name, content in ((RESULTS, json.dumps(finite(self.results), indent=1)), (PAGE, render(self.results))):
+        for name, content in (
+            (RESULTS, json.dumps(finite(self.results), indent=1)),
+            (PAGE, render(self.results)),
+        ):
             new = self.output / f".{name}.new"
             new.write_text(content, encoding="utf-8")
             os.replace(new, self.output / name)
@@ -263,14 +311,25 @@ def machine(device: str) -> dict[str, Any]:
 
 
 class Worker:
-    """Train one backend in another process, or in torchrun for several ranks, in turns given by standard input."""
+    """Train one backend in another process, or in torchrun for several ranks, in turns given by
+    standard input."""
 
     def __init__(self, arguments: list[str], ranks: int) -> None:
         self.ranks, self.ended = ranks, False
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"] if ranks > 1 else []
+        torchrun = (
+            ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"]
+            if ranks > 1
+            else []
+        )
         # in its own session, so that Ctrl-C reaches only this process, which then stops the worker
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *torchrun, "fp8_backends.tools.compare.training_run", *arguments],
+            [
+                sys.executable,
+                "-m",
+                *torchrun,
+                "fp8_backends.tools.compare.training_run",
+                *arguments,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -281,7 +340,9 @@ class Worker:
         )
         self.last_words: deque[str] = deque(maxlen=5)
         lines = (line.strip() for line in self.process.stderr)
-        self.drain = threading.Thread(target=self.last_words.extend, args=[filter(None, lines)], daemon=True)
+        self.drain = threading.Thread(
+            target=self.last_words.extend, args=[filter(None, lines)], daemon=True
+        )
         self.drain.start()
 
     def give_turn(self) -> None:
@@ -345,15 +406,20 @@ USABLE = 0.9
 """Share of the given minutes to plan with, for slower runs, loading and ending."""
 
 
-def fit(seconds: float, steps: int, seeds: int, round_seconds: Callable[[int], float]) -> tuple[int, int]:
-    """Return the (steps, seeds) that fit into a time, at most as many as given; no seeds if not one fits.
+def fit(
+    seconds: float, steps: int, seeds: int, round_seconds: Callable[[int], float]
+) -> tuple[int, int]:
+    """Return the (steps, seeds) that fit into a time, at most as many as given; no seeds if not one
+    fits.
 
-    First give up seeds down to three, then steps down to `FEWEST_STEPS`, then the other seeds. `round_seconds` maps a
-    number of steps to the seconds of one seed over all backends.
+    First give up seeds down to three, then steps down to `FEWEST_STEPS`, then the other seeds.
+    `round_seconds` maps a number of steps to the seconds of one seed over all backends.
     """
     wanted, fewest = min(WANTED_SEEDS, seeds), min(FEWEST_STEPS, steps)
     choices = range(fewest, steps + 1)
-    fitting = choices[: bisect.bisect_right(choices, seconds, key=lambda count: wanted * round_seconds(count))]
+    fitting = choices[
+        : bisect.bisect_right(choices, seconds, key=lambda count: wanted * round_seconds(count))
+    ]
     chosen = fitting[-1] if fitting else fewest
     return chosen, max(0, min(seeds, int(seconds // round_seconds(chosen))))
 
@@ -377,7 +443,8 @@ class Timetable:
         return sum(self.run_seconds(backend, settings) for backend in self.paces)
 
     def fitted(self, settings: Settings, elapsed: float) -> Settings:
-        """Return settings whose steps and seeds fit into their minutes. Raises `RecipeError` if not one seed fits."""
+        """Return settings whose steps and seeds fit into their minutes. Raises `RecipeError` if not
+        one seed fits."""
         steps, seeds = fit(
             60 * USABLE * settings.minutes - elapsed,
             settings.steps,
@@ -388,14 +455,18 @@ class Timetable:
         if not seeds:
             needed = (elapsed + self.round_seconds(fitting)) / USABLE / 60
             raise RecipeError(
-                f"--minutes {settings.minutes:g} is too little for one seed of {counted(steps, 'step')} with "
-                f"{counted(len(self.paces), 'backend')}: give --minutes {needed + 0.05:.1f} or more, fewer backends, "
-                "or a smaller --batch or --sequence"
+                f"--minutes {settings.minutes:g} is too little for one seed of "
+                f"{counted(steps, 'step')} with {counted(len(self.paces), 'backend')}: give "
+                f"--minutes {needed + 0.05:.1f} or more, fewer backends, or a smaller --batch or "
+                "--sequence"
             )
         return fitting
 
     def another_round_fits(self, settings: Settings, elapsed: float) -> bool:
-        return settings.minutes is None or elapsed + self.round_seconds(settings) <= 60 * USABLE * settings.minutes
+        return (
+            settings.minutes is None
+            or elapsed + self.round_seconds(settings) <= 60 * USABLE * settings.minutes
+        )
 
 
 def steps_with_evaluation(settings: Settings) -> float:

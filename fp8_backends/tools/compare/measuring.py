@@ -1,4 +1,5 @@
-"""Measure a training step: peak memory, autocast's copies of weights, and bytes sent to other ranks."""
+"""Measure a training step: peak memory, autocast's copies of weights, and bytes sent to other
+ranks."""
 
 import contextlib
 import itertools
@@ -16,8 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 from ...evidence.auditing import inner_tensors
 
 
-def peak_memory(step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the highest bytes of tensors in a step: PyTorch's allocator on a GPU, the profiler on a CPU, or None."""
+def peak_memory(
+    step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> int | None:
+    """Return the highest bytes of tensors in a step: PyTorch's allocator on a GPU, the profiler on
+    a CPU, or None."""
     if next(model.parameters()).is_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -32,7 +36,11 @@ def peak_memory(step: Callable[[], object], model: nn.Module, optimizer: torch.o
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
     try:
-        events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events = [
+            event
+            for event in profiled.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        ]
         changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     except AttributeError:
         return None
@@ -41,7 +49,8 @@ def peak_memory(step: Callable[[], object], model: nn.Module, optimizer: torch.o
 
 @contextlib.contextmanager
 def autocast_copies(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Yield a dictionary that collects, by weight, the bytes of half-precision copies saved for backward.
+    """Yield a dictionary that collects, by weight, the bytes of half-precision copies saved for
+    backward.
 
     A saved tensor is a copy if it equals the weight rounded to its dtype, so no activation counts.
     """
@@ -58,7 +67,10 @@ def autocast_copies(model: nn.Module) -> Iterator[dict[str, int]]:
                 if weight.dtype == saved.dtype or name in copies:
                     continue
                 rounded = weight.detach().to(saved.dtype)
-                if any(saved.shape == copy.shape and torch.equal(saved, copy) for copy in (rounded, rounded.t())):
+                if any(
+                    saved.shape == copy.shape and torch.equal(saved, copy)
+                    for copy in (rounded, rounded.t())
+                ):
                     copies[name] = saved.nbytes
                     break
         return saved
@@ -74,10 +86,12 @@ _ELEMENT_BYTES = {
 
 
 def sent_bytes(step: Callable[[], object]) -> int | None:
-    """Run a step and return the bytes that a rank sends in its collectives; None if a collective is unknown.
+    """Run a step and return the bytes that a rank sends in its collectives; None if a collective is
+    unknown.
 
-    Computed from the sizes at the process group: a sum over N ranks sends 2 (N - 1) / N of its size, as a ring does,
-    and every other collective the least of any algorithm. The ranks share a broadcast.
+    Computed from the sizes at the process group: a sum over N ranks sends 2 (N - 1) / N of its
+    size, as a ring does, and every other collective the least of any algorithm. The ranks share a
+    broadcast.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         step()
@@ -89,14 +103,17 @@ def sent_bytes(step: Callable[[], object]) -> int | None:
 
 
 def bytes_of(events: list[dict[str, Any]], ranks: int) -> int | None:
-    """Return the bytes that one of `ranks` ranks sends in the collectives of a trace; None if one is unknown."""
+    """Return the bytes that one of `ranks` ranks sends in the collectives of a trace; None if one
+    is unknown."""
     total = 0.0
     for event in events:
         collective, size = _collective(event)
         if collective in ("", "barrier"):
             continue
         plain = collective.lower().replace("_", "")
-        factor = next((factor for beginning, factor in SENT.items() if plain.startswith(beginning)), None)
+        factor = next(
+            (factor for beginning, factor in SENT.items() if plain.startswith(beginning)), None
+        )
         if factor is None or size is None:
             return None
         total += factor(ranks) * size
@@ -112,11 +129,14 @@ SENT: dict[str, Callable[[int], float]] = {
 
 
 def _collective(event: dict[str, Any]) -> tuple[str, int | None]:
-    """Return (collective, bytes of this rank's input) of an event; "" for an event of another kind."""
+    """Return (collective, bytes of this rank's input) of an event; "" for an event of another
+    kind."""
     name, arguments = event.get("name", ""), event.get("args", {})
     if name.startswith("gloo:"):
         shapes, kinds = arguments.get("Input Dims", ()), arguments.get("Input type", ())
-        parts = [(torch.Size(shape).numel(), kind) for shape, kind in zip(shapes, kinds, strict=False)]
+        parts = [
+            (torch.Size(shape).numel(), kind) for shape, kind in zip(shapes, kinds, strict=False)
+        ]
         name = name.removeprefix("gloo:")
     elif name == "record_param_comms" and "Collective name" in arguments:  # NCCL and other backends
         parts = [(arguments.get("In msg nelems"), str(arguments.get("dtype", "")))]
@@ -124,4 +144,6 @@ def _collective(event: dict[str, Any]) -> tuple[str, int | None]:
     else:
         return "", None
     sizes = [(count, _ELEMENT_BYTES.get(kind.lower())) for count, kind in parts]
-    return name, None if any(None in pair for pair in sizes) else sum(count * element for count, element in sizes)
+    return name, None if any(None in pair for pair in sizes) else sum(
+        count * element for count, element in sizes
+    )

@@ -13,7 +13,11 @@ from . import summary
 from .summary import Results, Row
 from .workload import BASELINES
 
-_MARKS = {True: ("pass", "✓", "passed"), False: ("fail", "✗", "failed"), None: ("open", "?", "not resolved")}
+_MARKS = {
+    True: ("pass", "✓", "passed"),
+    False: ("fail", "✗", "failed"),
+    None: ("open", "?", "not resolved"),
+}
 """Class of the style sheet, mark and word for `Check.passed`."""
 
 
@@ -27,7 +31,10 @@ def render(results: Results) -> str:
         summary.runs_text(settings["seeds"], settings["steps"]),
         summary.held_out_text(results),
         f"torch {results['versions'].get('torch', '?')}",
-        results["date"].replace("T", " ").replace("+00:00", " UTC").replace("-", "\N{NON-BREAKING HYPHEN}"),
+        results["date"]
+        .replace("T", " ")
+        .replace("+00:00", " UTC")
+        .replace("-", "\N{NON-BREAKING HYPHEN}"),
     ]
     others = [name for name in results["backends"] if name != reference]
     colors = {name: f"var(--c{i % page.COLORS + 1})" for i, name in enumerate(others)}
@@ -44,14 +51,22 @@ def render(results: Results) -> str:
     }
     badge = results["note"] if results["status"] == "finished" else ""  # else the verdict says it
     verdict = summary.verdict(results)
-    return page.page("FP8 backends compared", facts, verdict, _figures(results, rows), sections, badge)
+    return page.page(
+        "FP8 backends compared", facts, verdict, _figures(results, rows), sections, badge
+    )
 
 
 def _figures(results: Results, rows: list[Row]) -> list[tuple[str, str]]:
-    fp8, reference, figures = [row for row in rows if row.backend not in BASELINES], summary.reference_of(results), []
+    fp8, reference, figures = (
+        [row for row in rows if row.backend not in BASELINES],
+        summary.reference_of(results),
+        [],
+    )
     gaps = [row.gap for row in fp8 if row.gap is not None]
     if gaps and all(math.isfinite(gap.mean) for gap in gaps):
-        figures.append((f"largest loss gap to {reference}, nats", str(max(gaps, key=lambda gap: gap.mean))))
+        figures.append(
+            (f"largest loss gap to {reference}, nats", str(max(gaps, key=lambda gap: gap.mean)))
+        )
     speeds = [row.speed_ratio for row in fp8 if row.speed_ratio]
     memory = [row.memory_ratio for row in fp8 if row.memory_ratio]
     if speeds:
@@ -78,21 +93,34 @@ def _gap_chart(results: Results, rows: list[Row], colors: dict[str, str]) -> str
             losses = summary.held_out_losses(results, row.backend)
             points = [losses[seed] - expected[seed] for seed in losses.keys() & expected.keys()]
             label, color = with_minus_signs(summary.cell(row, "gap")), colors[row.backend]
-            intervals.append(page.Interval(row.backend, color, gap.mean, gap.low, gap.high, points, label))
+            intervals.append(
+                page.Interval(row.backend, color, gap.mean, gap.low, gap.high, points, label)
+            )
     bound = results["settings"]["loss_gap_bound"]
     spread = (summary.reference_spread(results) or {}).get("standard_deviation", 0.0)
-    title, x_label = f"Paired gap of the held-out loss to {reference}", f"nats above {reference}, held-out loss"
+    title, x_label = (
+        f"Paired gap of the held-out loss to {reference}",
+        f"nats above {reference}, held-out loss",
+    )
     chart = page.intervals(intervals, bound, spread, title, x_label)
-    band = f" The grey band is {reference}'s own standard deviation from seed to seed." if spread else ""
+    band = (
+        f" The grey band is {reference}'s own standard deviation from seed to seed."
+        if spread
+        else ""
+    )
     return chart and chart + aside(
-        "Large dot: mean of the paired differences; bar: its 95 % confidence interval; small dots: single seeds; "
-        f"dashed line: the bound of {bound} nats.{band}"
+        "Large dot: mean of the paired differences; bar: its 95 % confidence interval; small dots: "
+        f"single seeds; dashed line: the bound of {bound} nats.{band}"
     )
 
 
 def _loss_charts(results: Results, colors: dict[str, str]) -> str:
     reference = summary.reference_of(results)
-    by_backend = {name: losses for name in results["backends"] if (losses := summary.train_losses(results, name))}
+    by_backend = {
+        name: losses
+        for name in results["backends"]
+        if (losses := summary.train_losses(results, name))
+    }
     if not by_backend:
         return ""
     count = max(len(values) for losses in by_backend.values() for values in losses.values())
@@ -104,13 +132,18 @@ def _loss_charts(results: Results, colors: dict[str, str]) -> str:
         curves.append(page.Series(name, colors[name], *bands))
         seeds = sorted(losses.keys() & expected.keys())
         if name != reference and seeds:
-            gaps = [[a - b for a, b in zip(losses[seed], expected[seed], strict=False)] for seed in seeds]
+            gaps = [
+                [a - b for a, b in zip(losses[seed], expected[seed], strict=False)]
+                for seed in seeds
+            ]
             smooth = moving_average(over_seeds(gaps, statistics.fmean), window)
             differences.append(page.Series(name, colors[name], smooth))
     html = page.curves(curves, steps, "Training loss by step", "loss, nats a token", legend=True)
     html += aside("Mean over seeds; the band reaches from the lowest to the highest seed.")
     title = "Paired difference of the training loss"
-    if chart := page.curves(differences, steps, title, "difference, nats", zero_line=True, height=240):
+    if chart := page.curves(
+        differences, steps, title, "difference, nats", zero_line=True, height=240
+    ):
         html += f"<h3>Difference to {reference} while training</h3>{chart}" + aside(
             "Same seed, same weights, same batches; mean over seeds, moving average of "
             f"{counted(window, 'step')}. Above zero: higher loss than {reference}."
@@ -121,11 +154,16 @@ def _loss_charts(results: Results, colors: dict[str, str]) -> str:
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Return the centred mean over up to `window` finite values, fewer at the ends."""
     half = window // 2
-    near = [list(filter(math.isfinite, values[max(0, i - half) : i + half + 1])) for i in range(len(values))]
+    near = [
+        list(filter(math.isfinite, values[max(0, i - half) : i + half + 1]))
+        for i in range(len(values))
+    ]
     return [sum(finite) / len(finite) if finite else math.nan for finite in near]
 
 
-def over_seeds(runs: Sequence[Sequence[float]], pick: Callable[[list[float]], float]) -> list[float]:
+def over_seeds(
+    runs: Sequence[Sequence[float]], pick: Callable[[list[float]], float]
+) -> list[float]:
     """Merge runs by `pick` (a mean, min, max) at each step; NaN if any of them is not finite."""
     steps = zip(*runs, strict=False)
     return [pick(list(values)) if all(map(math.isfinite, values)) else math.nan for values in steps]
@@ -138,10 +176,15 @@ def _memory_chart(results: Results, rows: list[Row], colors: dict[str, str]) -> 
             label = with_minus_signs(summary.cell(row, "peak_memory_bytes"))
             bars.append((row.backend, colors[row.backend], row.peak_memory_bytes, label))
     chart = page.bars(bars, "Peak memory by backend")
-    where = "allocated by PyTorch on the GPU" if results["machine"]["device"] == "cuda" else "allocated by PyTorch"
+    where = (
+        "allocated by PyTorch on the GPU"
+        if results["machine"]["device"] == "cuda"
+        else "allocated by PyTorch"
+    )
     return chart and chart + aside(
-        f"Tensor bytes {where} at the highest point of one training step: weights, optimizer states, gradients, what "
-        "is saved for backward, and scratch. Measured in the first run's fourth step."
+        f"Tensor bytes {where} at the highest point of one training step: weights, optimizer "
+        "states, gradients, what is saved for backward, and scratch. Measured in the first run's "
+        "fourth step."
     )
 
 
@@ -165,7 +208,9 @@ def _what_ran(results: Results) -> str:
             continue
         lines = bullets(map(escape, report["inspection"]["messages"]))
         if reasons := report["inspection"]["audit"]["high_precision"]:
-            items = bullets(f"<code>{escape(name)}</code>: {escape(reason)}" for name, reason in reasons.items())
+            items = bullets(
+                f"<code>{escape(name)}</code>: {escape(reason)}" for name, reason in reasons.items()
+            )
             lines += page.details(f"{len(reasons)} in high precision", items)
         blocks.append(f'<div class="ran"><h3>{escape(backend)}</h3>{lines}</div>')
     return "".join(blocks)
@@ -175,27 +220,30 @@ def _reading(results: Results) -> str:
     reference, points = summary.reference_of(results), []
     if not results["fast_fp8"]:
         points.append(
-            "<b>Emulated</b>: this chip has no FP8 products. Numbers are those of FP8, time is not, so no speed is "
-            "given. Loss and memory are real."
+            "<b>Emulated</b>: this chip has no FP8 products. Numbers are those of FP8, time is "
+            "not, so no speed is given. Loss and memory are real."
         )
     if results["settings"]["nproc"] > 1:
         points.append(
-            "<b>Sent a step</b>: bytes that each rank hands to the others in one training step, counted at the "
-            "collectives, a sum as a ring sends it. Every rank trains on its part of each batch; memory is that of "
-            "the first rank."
+            "<b>Sent a step</b>: bytes that each rank hands to the others in one training step, "
+            "counted at the collectives, a sum as a ring sends it. Every rank trains on its part "
+            "of each batch; memory is that of the first rank."
         )
     points += [
-        f"<b>Gap to {reference}</b>: held-out loss minus {reference}'s, of runs with the same seed, initial weights "
-        "and data; the mean over seeds and the 95 % interval of that mean (Student's t). An interval that holds zero "
-        "means that no difference was seen, not that there is none.",
-        f"<b>Spread of {reference}</b>: how much {reference} itself varies with the seed. A gap far below it is "
-        "smaller than what a different seed does.",
-        "<b>FLOPs in FP8</b>: of all matrix products with weights that training does, the share counted in FP8. The "
-        "output head stays in high precision, so it is below 100 %.",
-        "<b>Bytes per parameter</b>: weights, gradients and optimizer states of the whole model, and copies of "
-        "weights that last from forward to backward (FP8's, or autocast's), read from live tensors.",
-        "<b>A short run of a small model</b> finds broken FP8 (a layer that does not train, a wrong sign, a lost "
-        "scale). It does not show that months of training of a large one stay equal.",
+        f"<b>Gap to {reference}</b>: held-out loss minus {reference}'s, of runs with the same "
+        "seed, initial weights and data; the mean over seeds and the 95 % interval of that mean "
+        "(Student's t). An interval that holds zero means that no difference was seen, not that "
+        "there is none.",
+        f"<b>Spread of {reference}</b>: how much {reference} itself varies with the seed. A gap "
+        "far below it is smaller than what a different seed does.",
+        "<b>FLOPs in FP8</b>: of all matrix products with weights that training does, the share "
+        "counted in FP8. The output head stays in high precision, so it is below 100 %.",
+        "<b>Bytes per parameter</b>: weights, gradients and optimizer states of the whole model, "
+        "and copies of weights that last from forward to backward (FP8's, or autocast's), read "
+        "from live tensors.",
+        "<b>A short run of a small model</b> finds broken FP8 (a layer that does not train, a "
+        "wrong sign, a lost scale). It does not show that months of training of a large one stay "
+        "equal.",
     ]
     return bullets(points, "reading")
 
@@ -209,11 +257,17 @@ def _settings(results: Results) -> str:
         "text sha256": results["text"]["sha256"],
         "held-out windows": results["held_out_windows"],
         "around FP8": results["around_fp8"],
-        **{key: value for key, value in settings.items() if key not in elsewhere and value is not None},
+        **{
+            key: value
+            for key, value in settings.items()
+            if key not in elsewhere and value is not None
+        },
         **settings["features"],
     }
     if settings["model"] is None:
-        values["model"] = "Llama, " + ", ".join(f"{key} {value}" for key, value in settings["shape"].items())
+        values["model"] = "Llama, " + ", ".join(
+            f"{key} {value}" for key, value in settings["shape"].items()
+        )
     if inspection := results["backends"][summary.reference_of(results)]["inspection"]:
         values["parameters"] = f"{inspection['parameters']:,}"
     for kind, group in (("asked", "asked"), ("version", "versions"), ("machine", "machine")):

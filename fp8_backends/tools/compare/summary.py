@@ -1,4 +1,5 @@
-"""Summarize the results of a comparison: paired gaps, a row for each backend, checks, and the verdict in words."""
+"""Summarize the results of a comparison: paired gaps, a row for each backend, checks, and the
+verdict in words."""
 
 import math
 import statistics
@@ -55,11 +56,14 @@ class Gap:
         return {**asdict(self), "low": self.low, "high": self.high, "verdict": self.verdict()}
 
     def __str__(self) -> str:
-        return f"{self.mean:+.4f}" + ("" if self.half_width is None else f" ± {self.half_width:.4f}")
+        return f"{self.mean:+.4f}" + (
+            "" if self.half_width is None else f" ± {self.half_width:.4f}"
+        )
 
 
 def t_quantile(degrees: int) -> float:
-    """Return the factor of a two-sided 95 % interval; beyond 30 degrees the normal value with its first correction."""
+    """Return the factor of a two-sided 95 % interval; beyond 30 degrees the normal value with its
+    first correction."""
     if degrees < 1:
         raise ValueError("an interval needs at least two values")
     return _T_975[degrees - 1] if degrees <= len(_T_975) else 1.95996 + 2.37227 / degrees
@@ -67,17 +71,22 @@ def t_quantile(degrees: int) -> float:
 
 def paired_gap(losses: Mapping[int, float], reference: Mapping[int, float]) -> Gap | None:
     """Return the gap over the common seeds; None without any."""
-    differences = [losses[seed] - reference[seed] for seed in sorted(losses.keys() & reference.keys())]
+    differences = [
+        losses[seed] - reference[seed] for seed in sorted(losses.keys() & reference.keys())
+    ]
     if not differences:
         return None
     mean, pairs = statistics.fmean(differences), len(differences)
     if pairs == 1 or not all(map(math.isfinite, differences)):
         return Gap(mean, None, pairs)
-    return Gap(mean, t_quantile(pairs - 1) * statistics.stdev(differences) / math.sqrt(pairs), pairs)
+    return Gap(
+        mean, t_quantile(pairs - 1) * statistics.stdev(differences) / math.sqrt(pairs), pairs
+    )
 
 
 def spread(losses: Mapping[int, float]) -> dict[str, float] | None:
-    """Return standard deviation and range over seeds; None for fewer than two, or for a loss that is not finite."""
+    """Return standard deviation and range over seeds; None for fewer than two, or for a loss that
+    is not finite."""
     values = list(losses.values())
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
@@ -95,17 +104,24 @@ def reference_of(results: Results) -> str:
 
 def held_out_losses(results: Results, backend: str) -> dict[int, float]:
     """Return the held-out loss by seed; NaN for one that is not finite."""
-    return {run["seed"]: number(run["held_out_loss"]) for run in results["backends"][backend]["runs"]}
+    return {
+        run["seed"]: number(run["held_out_loss"]) for run in results["backends"][backend]["runs"]
+    }
 
 
 def train_losses(results: Results, backend: str) -> dict[int, list[float]]:
-    return {run["seed"]: [number(v) for v in run["losses"]] for run in results["backends"][backend]["runs"]}
+    return {
+        run["seed"]: [number(v) for v in run["losses"]]
+        for run in results["backends"][backend]["runs"]
+    }
 
 
 def gap_to_reference(results: Results, backend: str) -> Gap | None:
     if backend == reference_of(results):
         return None
-    return paired_gap(held_out_losses(results, backend), held_out_losses(results, reference_of(results)))
+    return paired_gap(
+        held_out_losses(results, backend), held_out_losses(results, reference_of(results))
+    )
 
 
 def reference_spread(results: Results) -> dict[str, float] | None:
@@ -153,7 +169,9 @@ def _row(results: Results, name: str) -> Row:
         audit = inspection["audit"]
         row.flops_share, row.sent_bytes = audit["flops_share"], inspection["sent_bytes"]
         if (stored := audit["bytes_per_parameter"].get("total")) is not None:
-            row.bytes_per_parameter = stored + inspection["autocast_copy_bytes"] / inspection["parameters"]
+            row.bytes_per_parameter = (
+                stored + inspection["autocast_copy_bytes"] / inspection["parameters"]
+            )
         row.peak_memory_bytes = inspection["peak_memory_bytes"]
         expected = (reference["inspection"] or {}).get("peak_memory_bytes")
         if expected and row.peak_memory_bytes and report is not reference:
@@ -176,13 +194,17 @@ def _note(results: Results, name: str) -> str:
     if name in BASELINES:
         return "baseline" + (", loss scaled" if name == "fp16" else "")
     audit = report["inspection"]["audit"]
-    engines, unconverted = ", ".join(sorted(set(audit["engine"].values()))), list(audit["high_precision"])
+    engines, unconverted = (
+        ", ".join(sorted(set(audit["engine"].values()))),
+        list(audit["high_precision"]),
+    )
     named = ", ".join(unconverted) if len(unconverted) <= 2 else f"{len(unconverted)} weights"
     return f"{engines} products" + (f"; {named} in high precision" if unconverted else "")
 
 
 def columns(results: Results) -> dict[str, str]:
-    """Return headings by key in reading order: speed first on a chip with FP8 products, else loss and memory."""
+    """Return headings by key in reading order: speed first on a chip with FP8 products, else loss
+    and memory."""
     reference = reference_of(results)
     speed = {"tokens_per_second": "tokens/s", "speed_ratio": f"% vs {reference}"}
     others = {
@@ -224,7 +246,10 @@ def cell(row: Row, key: str) -> str:
 
 def ranks_text(results: Results) -> str:
     """Name the ranks, such as `2 ranks (DDP over gloo)`; empty for one rank."""
-    ranks, wire = results["settings"]["nproc"], "NCCL" if results["settings"]["device"] == "cuda" else "gloo"
+    ranks, wire = (
+        results["settings"]["nproc"],
+        "NCCL" if results["settings"]["device"] == "cuda" else "gloo",
+    )
     return f"{ranks} ranks (DDP over {wire})" if ranks > 1 else ""
 
 
@@ -240,7 +265,10 @@ def held_out_text(results: Results) -> str:
 
 
 def spread_line(results: Results) -> str:
-    values, start = reference_spread(results), f"{reference_of(results)}'s own spread from seed to seed"
+    values, start = (
+        reference_spread(results),
+        f"{reference_of(results)}'s own spread from seed to seed",
+    )
     if values is None:
         return f"{start}: needs at least two seeds"
     return f"{start}: standard deviation {values['standard_deviation']:.4f} nats, range {values['range']:.4f} nats"
@@ -249,12 +277,14 @@ def spread_line(results: Results) -> str:
 # Checks
 
 COSINE_BOUND = 0.9
-"""Lower bound of a gradient's cosine to the reference's: a wrong sign gives -1, FP8's rounding stays above 0.97."""
+"""Lower bound of a gradient's cosine to the reference's: a wrong sign gives -1, FP8's rounding
+stays above 0.97."""
 
 REFERENCE_COSINE_BOUND = 0.999
-"""Judge only parameters with a cosine above this between the reference's gradient and the FP32 gradient at weights
-rounded to bf16. In 1 - cosine, FP8 turns a gradient 40 to 160 times as far as bf16 (models of 2 and 12 blocks), so
-`COSINE_BOUND` needs this bound. Gradients that are zero in theory, such as a key bias under softmax, stay below 0.7."""
+"""Judge only parameters with a cosine above this between the reference's gradient and the FP32
+gradient at weights rounded to bf16. In 1 - cosine, FP8 turns a gradient 40 to 160 times as far as
+bf16 (models of 2 and 12 blocks), so `COSINE_BOUND` needs this bound. Gradients that are zero in
+theory, such as a key bias under softmax, stay below 0.7."""
 
 FAR = 10
 """Fail a mean gap beyond this multiple of its bound even without an interval."""
@@ -288,8 +318,14 @@ def _checks(results: Results, backend: str) -> Iterator[Check]:
     detail = f"not moved: {listed(unmoved)}" if unmoved else counted(len(runs), "run")
     yield Check("every trainable parameter moved", not unmoved, detail)
     bad = [run["seed"] for run in runs if None in (*run["losses"], run["held_out_loss"])]
-    yield Check("every loss is finite", not bad, f"not finite with seed {bad}" if bad else counted(len(runs), "run"))
-    expected = {run["seed"]: run["start_checksum"] for run in results["backends"][reference]["runs"]}
+    yield Check(
+        "every loss is finite",
+        not bad,
+        f"not finite with seed {bad}" if bad else counted(len(runs), "run"),
+    )
+    expected = {
+        run["seed"]: run["start_checksum"] for run in results["backends"][reference]["runs"]
+    }
     pairs = [run for run in runs if run["seed"] in expected]
     if backend != reference and pairs:
         odd = [run["seed"] for run in pairs if run["start_checksum"] != expected[run["seed"]]]
@@ -315,20 +351,31 @@ def _products_check(inspection: dict[str, Any]) -> Check:
 def _gradients_check(inspection: dict[str, Any], reference: str) -> Check:
     name = f"gradients at the initial weights point where {reference}'s do"
     cosines = {name: number(value) for name, value in inspection["first_gradient_cosines"].items()}
-    steady = {name: number(value) for name, value in inspection["reference_gradient_cosines"].items()}
+    steady = {
+        name: number(value) for name, value in inspection["reference_gradient_cosines"].items()
+    }
     judged = [name for name in cosines if steady[name] >= REFERENCE_COSINE_BOUND]
     others = listed(name for name in cosines if name not in judged)
-    unjudged = others and f"not judged, no gradient to speak of, since bf16's rounding alone turns it: {others}"
+    unjudged = (
+        others
+        and f"not judged, no gradient to speak of, since bf16's rounding alone turns it: {others}"
+    )
     if not judged:
         return Check(name, None, unjudged)
     worst = min(judged, key=lambda name: -math.inf if math.isnan(cosines[name]) else cosines[name])
     detail = f"least cosine {cosines[worst]:.4f} ({worst}), bound {COSINE_BOUND}"
-    return Check(name, cosines[worst] >= COSINE_BOUND, f"{detail}; {unjudged}" if unjudged else detail)
+    return Check(
+        name, cosines[worst] >= COSINE_BOUND, f"{detail}; {unjudged}" if unjudged else detail
+    )
 
 
 def _gap_check(gap: Gap, bound: float, reference: str) -> Check:
     name, verdict = f"held-out loss at most {bound} nats above {reference}'s", gap.verdict(bound)
-    interval = "one seed, no interval" if gap.half_width is None else f"95 % interval {gap.low:+.4f} to {gap.high:+.4f}"
+    interval = (
+        "one seed, no interval"
+        if gap.half_width is None
+        else f"95 % interval {gap.low:+.4f} to {gap.high:+.4f}"
+    )
     if not math.isfinite(gap.mean):
         return Check(name, False, "a loss is not finite")
     if verdict == "not resolved" and gap.mean > FAR * bound:
@@ -338,7 +385,8 @@ def _gap_check(gap: Gap, bound: float, reference: str) -> Check:
 
 
 def verdict(results: Results) -> Verdict:
-    """Sum up the checks: `good` if the comparison finished and all passed, `bad` if one failed, else `open`."""
+    """Sum up the checks: `good` if the comparison finished and all passed, `bad` if one failed,
+    else `open`."""
     outcomes = [(backend, check) for backend, made in checks(results).items() for check in made]
     failed = [(backend, check) for backend, check in outcomes if check.passed is False]
     unresolved = [(backend, check) for backend, check in outcomes if check.passed is None]
@@ -354,9 +402,13 @@ def verdict(results: Results) -> Verdict:
     else:
         why = f": {results['note']}" if results["note"] else ""
         state = "Still running" if results["status"] == "running" else f"Terminated early{why}"
-        done = ", ".join(f"{name} {len(report['runs'])}" for name, report in results["backends"].items())
+        done = ", ".join(
+            f"{name} {len(report['runs'])}" for name, report in results["backends"].items()
+        )
         headline = f"{state}. So far {headline}"
-        details.insert(0, f"Finished, of {counted(results['settings']['seeds'], 'seed')} each: {done}.")
+        details.insert(
+            0, f"Finished, of {counted(results['settings']['seeds'], 'seed')} each: {done}."
+        )
     mood = "bad" if failed else "good" if outcomes and finished and not unresolved else "open"
     return Verdict(mood, f"{headline}.", details)
 
@@ -367,11 +419,17 @@ def _headline(made: int, failed: int, unresolved: int) -> str:
     passed = made - failed - unresolved
     is_open = f"{unresolved} {'is' if unresolved == 1 else 'are'} not resolved"
     if failed:
-        return f"{failed} of {counted(made, 'check')} failed" + (f", and {is_open}" if unresolved else "")
+        return f"{failed} of {counted(made, 'check')} failed" + (
+            f", and {is_open}" if unresolved else ""
+        )
     if not passed:
         return f"no check passed; {is_open}"
     all_passed = f"all {passed} checks" if passed > 1 else "the only check"
-    return f"{all_passed} that could be judged passed; {is_open}" if unresolved else f"{all_passed} passed"
+    return (
+        f"{all_passed} that could be judged passed; {is_open}"
+        if unresolved
+        else f"{all_passed} passed"
+    )
 
 
 _FIRST_INTERVAL, _MOST_SEEDS = 5, 30
@@ -387,7 +445,8 @@ def _advice(results: Results, backends: list[str]) -> Iterator[str]:
 
 
 def _seeds_to_resolve(gap: Gap, bound: float) -> int:
-    """Return the number of seeds for an interval on one side of the bound, at the present deviation."""
+    """Return the number of seeds for an interval on one side of the bound, at the present
+    deviation."""
     if gap.half_width is None:
         return _FIRST_INTERVAL
     deviation = gap.half_width * math.sqrt(gap.pairs) / t_quantile(gap.pairs - 1)

@@ -1,7 +1,8 @@
-"""Train all seeds of one backend as the worker of `compare`, and report each event as a line of JSON.
+"""Train all seeds of one backend as the worker of `compare`, and report each event as a line of
+JSON.
 
-The worker runs in turns: first steps observed, then a seed each. A rank begins a turn by reading one byte from standard
-input; a turn ends for no rank before it has begun for all. Rank 0 reports.
+The worker runs in turns: first steps observed, then a seed each. A rank begins a turn by reading
+one byte from standard input; a turn ends for no rank before it has begun for all. Rank 0 reports.
 
     python -m fp8_backends.tools.compare.training_run SETTINGS.json TEXT.pt BACKEND
 """
@@ -43,13 +44,17 @@ from .workload import Settings, TrainingText, build_model, inputs, task
 Report = Callable[..., None]
 
 INSPECTED_STEPS = 4
-"""Enough for the proof, for a compiler to settle, and for one step with all optimizer states in place."""
+"""Enough for the proof, for a compiler to settle, and for one step with all optimizer states in
+place."""
 TIMED_STEPS = 3
 """Unobserved steps after those, to estimate the time of the comparison."""
 
 
-def take_turn(turn: int, settings: Settings, text: TrainingText, backend: str, report: Report) -> None:
-    """Inspect the first steps in turn 0, train a seed in later turns; report once all ranks have freed memory."""
+def take_turn(
+    turn: int, settings: Settings, text: TrainingText, backend: str, report: Report
+) -> None:
+    """Inspect the first steps in turn 0, train a seed in later turns; report once all ranks have
+    freed memory."""
     if turn == 0:
         values = inspect(settings, text, backend)
     else:
@@ -69,7 +74,12 @@ class Run:
     """Hold one model, its optimizer and its data, prepared by a stock Accelerator."""
 
     def __init__(
-        self, settings: Settings, text: TrainingText, backend: str, seed: int, with_reference: bool = False
+        self,
+        settings: Settings,
+        text: TrainingText,
+        backend: str,
+        seed: int,
+        with_reference: bool = False,
     ) -> None:
         self.settings, self.text, self.seed = settings, text, seed
         began = time.perf_counter()
@@ -83,23 +93,33 @@ class Run:
         self.start_checksum = f"{checksum:08x}"
         """Equal for two runs with the same initial weights and order of data."""
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
+            model.parameters(),
+            lr=settings.lr,
+            betas=(0.9, 0.99),
+            weight_decay=settings.weight_decay,
         )
-        # A long warm-up: a large step early amplifies small differences, and after a short one the gap of one backend
-        # varied several times as much from seed to seed.
+        # A long warm-up: a large step early amplifies small differences, and after a short one the
+        # gap of one backend varied several times as much from seed to seed.
         warmup = round(settings.steps * settings.warmup_share)
         scheduler = get_cosine_schedule_with_warmup(optimizer, warmup, settings.steps - 1)
         if with_reference:  # gradients of the first batch, before conversion
             weights = dict(model.named_parameters())
-            self.reference_gradients = self._gradients(weights, autocast=settings.reference == "bf16")
+            self.reference_gradients = self._gradients(
+                weights, autocast=settings.reference == "bf16"
+            )
             rounded = {
                 name: weight.detach().bfloat16().float().requires_grad_(weight.requires_grad)
                 for name, weight in weights.items()
             }
             self.reference_cosines = self._cosines(self._gradients(rounded, autocast=False))
-            """Cosines of the reference's gradients to the FP32 gradients at weights rounded to bf16."""
-        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
-        self.prepared = {name: _values(p) for name, p in model.named_parameters() if p.requires_grad}
+            """Cosines of the reference's gradients to the FP32 gradients at weights rounded to
+            bf16."""
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
+            model, optimizer, scheduler
+        )
+        self.prepared = {
+            name: _values(p) for name, p in model.named_parameters() if p.requires_grad
+        }
         self.start_seconds = time.perf_counter() - began
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -112,7 +132,9 @@ class Run:
 
     def backward(self, step: int) -> torch.Tensor:
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
-        loss = self.model(**{name: value.chunk(ranks)[rank] for name, value in self.batch(step).items()}).loss
+        loss = self.model(
+            **{name: value.chunk(ranks)[rank] for name, value in self.batch(step).items()}
+        ).loss
         self.accelerator.backward(loss)
         return loss.detach()
 
@@ -178,18 +200,31 @@ class Run:
     def unmoved(self) -> list[str]:
         """List trainable parameters that are unchanged since `prepare` stored them."""
         now = dict(self.bare.named_parameters())
-        return sorted(name for name, before in self.prepared.items() if torch.equal(before, _values(now[name])))
+        return sorted(
+            name
+            for name, before in self.prepared.items()
+            if torch.equal(before, _values(now[name]))
+        )
 
-    def _gradients(self, weights: dict[str, torch.Tensor], autocast: bool) -> dict[str, torch.Tensor]:
+    def _gradients(
+        self, weights: dict[str, torch.Tensor], autocast: bool
+    ) -> dict[str, torch.Tensor]:
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=autocast):
             loss = torch.func.functional_call(self.bare, weights, kwargs=self.batch(0)).loss
         gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
-        return {name: each.cpu() for name, each in zip(trained, gradients, strict=True) if each is not None}
+        return {
+            name: each.cpu()
+            for name, each in zip(trained, gradients, strict=True)
+            if each is not None
+        }
 
     def gradient_cosines(self) -> dict[str, float]:
-        """Return the cosine of every parameter's gradient to the reference's at the initial weights; 0 without one."""
-        return self._cosines({name: p.grad for name, p in self.bare.named_parameters() if p.grad is not None})
+        """Return the cosine of every parameter's gradient to the reference's at the initial
+        weights; 0 without one."""
+        return self._cosines(
+            {name: p.grad for name, p in self.bare.named_parameters() if p.grad is not None}
+        )
 
     def _cosines(self, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
         cosines = dict.fromkeys(self.reference_gradients, 0.0)
@@ -212,12 +247,14 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def inspect(settings: Settings, text: TrainingText, backend: str) -> dict[str, Any]:
-    """Observe the first training steps (gradients at the initial weights, audit, memory), then time a few."""
+    """Observe the first training steps (gradients at the initial weights, audit, memory), then time
+    a few."""
     with _messages() as messages:
         run = Run(settings, text, backend, seed=0, with_reference=True)
         run.backward(0)
         run.optimizer.zero_grad()
-        run.backward(0)  # again, weights unchanged: delayed scaling has no amax before its first pass
+        # again, weights unchanged: delayed scaling has no amax before its first pass
+        run.backward(0)
         cosines = run.gradient_cosines()
         run.reference_gradients.clear()
         run.update()
@@ -230,7 +267,10 @@ def inspect(settings: Settings, text: TrainingText, backend: str) -> dict[str, A
         with autocast_copies(run.bare) as copies:
             run.backward(INSPECTED_STEPS)
         run.update()
-        audit, recipe = fp8_backends.audit(run.model, run.optimizer), getattr(run.accelerator, "fp8_recipe", None)
+        audit, recipe = (
+            fp8_backends.audit(run.model, run.optimizer),
+            getattr(run.accelerator, "fp8_recipe", None),
+        )
         run.optimizer.zero_grad()
     seconds = []
     for step in range(INSPECTED_STEPS + 1, INSPECTED_STEPS + 1 + TIMED_STEPS):
@@ -243,7 +283,9 @@ def inspect(settings: Settings, text: TrainingText, backend: str) -> dict[str, A
         "autocast_copy_bytes": sum(copies.values()),
         "sent_bytes": sent,
         "first_gradient_cosines": {name: round(value, 6) for name, value in cosines.items()},
-        "reference_gradient_cosines": {name: round(value, 6) for name, value in run.reference_cosines.items()},
+        "reference_gradient_cosines": {
+            name: round(value, 6) for name, value in run.reference_cosines.items()
+        },
         "audit": audit.to_dict(),
         "incomplete_layers": incomplete_layers(audit, recipe) if recipe else {},
         "messages": messages,
@@ -254,7 +296,8 @@ def inspect(settings: Settings, text: TrainingText, backend: str) -> dict[str, A
 
 def _accelerator(settings: Settings, backend: str) -> Accelerator:
     AcceleratorState._reset_state(True)
-    # ranks share each batch: without split_batches a scheduler would take as many steps at a time as there are ranks
+    # ranks share each batch: without split_batches a scheduler would take as many steps at a time
+    # as there are ranks
     config = DataLoaderConfiguration(split_batches=True)
     common: dict[str, Any] = {"cpu": settings.device == "cpu", "dataloader_config": config}
     if settings.compile:
@@ -264,7 +307,8 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
     if backend in ("bf16", "fp16"):
         accelerator = Accelerator(mixed_precision=backend, **common)
         if backend == "fp16" and settings.device == "cpu":
-            # stock Accelerate quietly trains in FP32 here; with these two it autocasts and scales as on a GPU
+            # stock Accelerate quietly trains in FP32 here; with these two it autocasts and scales
+            # as on a GPU
             accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
         return accelerator
     sums = None if settings.sums == EXACT else settings.sums  # not over those of a recipe file
@@ -291,7 +335,8 @@ def _messages() -> Iterator[list[str]]:
 
 
 def _reporter() -> Report:
-    """Return a writer of events to stdout (other ranks: only "ready" and "failed"); other output goes to stderr."""
+    """Return a writer of events to stdout (other ranks: only "ready" and "failed"); other output
+    goes to stderr."""
     stream = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     last_step = 0.0
@@ -318,7 +363,8 @@ def main(argv: list[str]) -> int:
         settings = _read(settings_path)
         if settings.device == "cpu":
             torch.use_deterministic_algorithms(True, warn_only=True)
-        build_model(replace(settings, device="meta"), text.vocab_size, seed=0)  # loads the modules of transformers
+        # loads the modules of transformers
+        build_model(replace(settings, device="meta"), text.vocab_size, seed=0)
         report("ready")
         for turn in itertools.takewhile(lambda turn: os.read(permits, 1), itertools.count()):
             take_turn(turn, _read(settings_path), text, backend, report)

@@ -1,4 +1,5 @@
-"""Define the workload of `compare` and `advise`: settings, training text, and a language model with random weights."""
+"""Define the workload of `compare` and `advise`: settings, training text, and a language model with
+random weights."""
 
 import contextlib
 import hashlib
@@ -55,7 +56,12 @@ class Settings:
         return max(self.batch, round(self.held_out_share * self.steps * self.batch))
 
 
-SMALL = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 """0.7 M parameters at 256 tokens: five seeds of five backends train in minutes on two cores."""
 
 ONE_BILLION = {
@@ -71,7 +77,15 @@ def defaults(fast_fp8: bool) -> dict[str, Any]:
         return {
             "shape": ONE_BILLION, "steps": 60, "seeds": 3, "batch": 2, "sequence": 4096, "lr": 3e-4, "compile": True,
         }  # fmt: skip
-    return {"shape": SMALL, "steps": 80, "seeds": 5, "batch": 8, "sequence": 128, "lr": 1e-3, "compile": False}
+    return {
+        "shape": SMALL,
+        "steps": 80,
+        "seeds": 5,
+        "batch": 8,
+        "sequence": 128,
+        "lr": 1e-3,
+        "compile": False,
+    }
 
 
 def fast_fp8(device: str) -> bool:
@@ -83,7 +97,15 @@ def fast_fp8(device: str) -> bool:
 
 HELD_OUT_EVERY = 10
 """Hold out the last of every ten files, or the last tenth of fewer files."""
-_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "node_modules"}
+_SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "node_modules",
+}
 _BOUNDARY = b"\0"  # between two files; the reader skips binary files, so no text contains it
 
 
@@ -108,7 +130,8 @@ class TrainingText:
         return self.train[starts[:, None] + torch.arange(sequence)].long()
 
     def held_out_windows(self, count: int, sequence: int) -> torch.Tensor:
-        """Return evenly spaced held-out tokens [count, sequence], int64; fewer from a short text."""
+        """Return evenly spaced held-out tokens [count, sequence], int64; fewer from a short
+        text."""
         _check_length(self.held_out, sequence, "held-out")
         count = min(count, len(self.held_out) // sequence)
         starts = torch.linspace(0, len(self.held_out) - sequence, count).long()
@@ -118,15 +141,17 @@ class TrainingText:
 def _check_length(tokens: torch.Tensor, sequence: int, part: str) -> None:
     if len(tokens) <= sequence:
         raise FP8BackendError(
-            f"the {part} part of the text has {counted(len(tokens), 'token')}, too few for --sequence {sequence}: "
-            "give more text or shorter sequences"
+            f"the {part} part of the text has {counted(len(tokens), 'token')}, too few for "
+            f"--sequence {sequence}: give more text or shorter sequences"
         )
 
 
 def load_text(path: str | Path | None = None, limit_mb: float = 8.0) -> TrainingText:
-    """Read the training text, one token a byte, at most `limit_mb` megabytes in the order of the paths.
+    """Read the training text, one token a byte, at most `limit_mb` megabytes in the order of the
+    paths.
 
-    Raises `FP8BackendError` without text. Without a path: the Python sources of the standard library.
+    Raises `FP8BackendError` without text. Without a path: the Python sources of the standard
+    library.
     """
     files, description = _files(path)
     parts, remaining = [], int(limit_mb * 1e6)
@@ -139,7 +164,9 @@ def load_text(path: str | Path | None = None, limit_mb: float = 8.0) -> Training
                 parts.append(data)
                 remaining -= len(data)
     if not parts:
-        raise FP8BackendError(f"no text found in {path}: --text takes a text file or a folder of text files")
+        raise FP8BackendError(
+            f"no text found in {path}: --text takes a text file or a folder of text files"
+        )
     if (count := len(parts)) < HELD_OUT_EVERY:
         whole = _BOUNDARY.join(parts)
         cut = len(whole) - len(whole) // HELD_OUT_EVERY
@@ -188,26 +215,37 @@ def task(settings: Settings) -> str:
 
 
 def build_model(settings: Settings, vocab_size: int, seed: int) -> nn.Module:
-    """Build a language model of `transformers` with random weights. Raises `FP8BackendError` for other models."""
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig  # takes seconds
+    """Build a language model of `transformers` with random weights. Raises `FP8BackendError` for
+    other models."""
+    # takes seconds
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig
 
     if settings.model is None:
         kind = CAUSAL
-        sizes = {**settings.shape, "vocab_size": vocab_size, "max_position_embeddings": settings.sequence}
-        config = LlamaConfig(**sizes, tie_word_embeddings=False, use_cache=False, **dict.fromkeys(_SPECIAL_TOKENS))
+        sizes = {
+            **settings.shape,
+            "vocab_size": vocab_size,
+            "max_position_embeddings": settings.sequence,
+        }
+        config = LlamaConfig(
+            **sizes, tie_word_embeddings=False, use_cache=False, **dict.fromkeys(_SPECIAL_TOKENS)
+        )
     else:
         config = _config(settings)
         kind = _task(config)
         masked = kind == MASKED
-        # a multiple of 16 above the text's tokens has room for the mask, and lets an output head fit FP8
+        # a multiple of 16 above the text's tokens has room for the mask, and lets an output head
+        # fit FP8
         config.vocab_size = max(config.vocab_size, vocab_size + 16 * masked)
         config.use_cache = False
-        # ids of the model's own tokenizer mean other tokens here, but RoBERTa counts positions from its padding id
+        # ids of the model's own tokenizer mean other tokens here, but RoBERTa counts positions from
+        # its padding id
         for name in _SPECIAL_TOKENS[: 2 if masked else 3]:
             setattr(config, name, None)
         for name, value in config.to_dict().items():
             if "drop" in name and isinstance(value, float):
-                setattr(config, name, 0.0)  # dropout would differ between two passes, as if their products did
+                # dropout would differ between two passes, as if their products did
+                setattr(config, name, 0.0)
     auto = {CAUSAL: AutoModelForCausalLM, MASKED: AutoModelForMaskedLM}[kind]
     torch.manual_seed(seed)
     with torch.device(settings.device):
@@ -215,16 +253,20 @@ def build_model(settings: Settings, vocab_size: int, seed: int) -> nn.Module:
 
 
 def inputs(tokens: torch.Tensor, task: str, vocab_size: int, seed: int) -> dict[str, torch.Tensor]:
-    """Return `input_ids` and `labels` of a model's forward, shaped as the tokens [batch, sequence], int64.
+    """Return `input_ids` and `labels` of a model's forward, shaped as the tokens [batch, sequence],
+    int64.
 
-    The seed selects masked tokens, equally many in every window; they have the id `vocab_size`, and all other labels
-    are -100, ignored by the loss. A causal model shifts its labels itself.
+    The seed selects masked tokens, equally many in every window; they have the id `vocab_size`, and
+    all other labels are -100, ignored by the loss. A causal model shifts its labels itself.
     """
     if task == CAUSAL:
         return {"input_ids": tokens, "labels": tokens}
     order = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)).argsort(dim=-1)
     masked = order < max(1, round(MASKED_SHARE * tokens.shape[-1]))
-    return {"input_ids": tokens.masked_fill(masked, vocab_size), "labels": tokens.masked_fill(~masked, -100)}
+    return {
+        "input_ids": tokens.masked_fill(masked, vocab_size),
+        "labels": tokens.masked_fill(~masked, -100),
+    }
 
 
 def _task(config) -> str:
@@ -233,11 +275,16 @@ def _task(config) -> str:
 
     kind, named = type(config), config.architectures or ()
     mappings = {MASKED: MODEL_FOR_MASKED_LM_MAPPING, CAUSAL: MODEL_FOR_CAUSAL_LM_MAPPING}
-    classes = {} if config.is_encoder_decoder else {task: of[kind] for task, of in mappings.items() if kind in of}
+    classes = (
+        {}
+        if config.is_encoder_decoder
+        else {task: of[kind] for task, of in mappings.items() if kind in of}
+    )
     if not classes or not hasattr(config, "vocab_size"):
         raise FP8BackendError(
-            f"--model: a configuration of type {config.model_type} makes neither a causal nor a masked language model "
-            "of text alone, and this command trains nothing else: give the configuration of one"
+            f"--model: a configuration of type {config.model_type} makes neither a causal nor a "
+            "masked language model of text alone, and this command trains nothing else: give the "
+            "configuration of one"
         )
     usual = CAUSAL if getattr(config, "is_decoder", False) else MASKED
     by_name = (task for task, model_class in classes.items() if model_class.__name__ in named)
@@ -253,8 +300,12 @@ def _config(settings: Settings) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers raises anything for a broken file
-        raise FP8BackendError(f"--model {path}: no configuration for transformers ({first_line(error)})") from error
+        raise FP8BackendError(
+            f"--model {path}: no configuration for transformers ({first_line(error)})"
+        ) from error
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and longest < settings.sequence:
-        raise FP8BackendError(f"--sequence {settings.sequence} exceeds the model's {longest} positions")
+        raise FP8BackendError(
+            f"--sequence {settings.sequence} exceeds the model's {longest} positions"
+        )
     return config

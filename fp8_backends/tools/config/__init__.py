@@ -1,4 +1,5 @@
-"""`fp8-backends config FILE`: explain a configuration of Accelerate or Axolotl, and write the same for Accelerate."""
+"""`fp8-backends config FILE`: explain a configuration of Accelerate or Axolotl, and write the same
+for Accelerate."""
 
 import argparse
 import json
@@ -23,41 +24,85 @@ from .training_config import TrainingConfig, given_fields
 
 _READERS = {"accelerate": read_accelerate, "axolotl": read_axolotl}
 _MARKS = {
-    "accelerate": ("compute_environment", "distributed_type", "mixed_precision", "num_machines", "downcast_bf16"),
-    "axolotl": ("base_model", "datasets", "sequence_len", "micro_batch_size", "fp8", "fp16", "bf16", "adapter"),
+    "accelerate": (
+        "compute_environment",
+        "distributed_type",
+        "mixed_precision",
+        "num_machines",
+        "downcast_bf16",
+    ),
+    "axolotl": (
+        "base_model",
+        "datasets",
+        "sequence_len",
+        "micro_batch_size",
+        "fp8",
+        "fp16",
+        "bf16",
+        "adapter",
+    ),
 }
 
 
 def read(path: str, system: str | None = None, processes: int | None = None) -> TrainingConfig:
-    """Read a YAML (or JSON) file of Accelerate or Axolotl (`system`; by default inferred from the keys).
+    """Read a YAML (or JSON) file of Accelerate or Axolotl (`system`; by default inferred from the
+    keys).
 
-    `processes` overrides the file's number. Raises `RecipeError` for a wrong file, or unknown keys or values.
+    `processes` overrides the file's number. Raises `RecipeError` for a wrong file, or unknown keys
+    or values.
     """
     values = read_file(path)
     if system is None:
         counts = {name: sum(mark in values for mark in marks) for name, marks in _MARKS.items()}
         if counts["accelerate"] == counts["axolotl"]:
-            listed = " or ".join(f"{name.capitalize()} ({', '.join(marks)}, …)" for name, marks in _MARKS.items())
-            raise RecipeError(f"{path}: its keys do not tell whether it is made for {listed}: say it with --from")
+            listed = " or ".join(
+                f"{name.capitalize()} ({', '.join(marks)}, …)" for name, marks in _MARKS.items()
+            )
+            raise RecipeError(
+                f"{path}: its keys do not tell whether it is made for {listed}: say it with --from"
+            )
         system = max(counts, key=counts.get)
     return _READERS[system](values, path, processes)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Reads an Accelerate YAML or an Axolotl YAML, says what it means as backend string and fields, runs every "
-        "validator on it, and writes an Accelerate YAML that means the same. Without --output that YAML goes to "
-        "standard output and the explanations to standard error."
+        "Reads an Accelerate YAML or an Axolotl YAML, says what it means as backend string and "
+        "fields, runs every validator on it, and writes an Accelerate YAML that means the same. "
+        "Without --output that YAML goes to standard output and the explanations to standard error."
     )
     add = parser.add_argument
-    add("file", metavar="FILE", nargs="?", help="the configuration file; with --new, the file to write")
-    add("--new", action="store_true", help="ask for chip, model and ranks, and write a new configuration")
+    add(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help="the configuration file; with --new, the file to write",
+    )
+    add(
+        "--new",
+        action="store_true",
+        help="ask for chip, model and ranks, and write a new configuration",
+    )
     add("--from", dest="system", choices=("accelerate", "axolotl"), help="whose it is, if not told")
     add("--output", "-o", metavar="FILE", help="where the Accelerate YAML goes")
     add("--backend", metavar="STRING", help="write this backend in place of the file's")
-    add("--num_processes", "--num-processes", type=int, metavar="N", help="how many will train, over all machines")
-    add("--chip", metavar="CHIP", help="check for this chip and new libraries: h100, l40s, hopper, …")
-    add("--check", action="store_true", help="write nothing and exit with 1 where a validator finds an error")
+    add(
+        "--num_processes",
+        "--num-processes",
+        type=int,
+        metavar="N",
+        help="how many will train, over all machines",
+    )
+    add(
+        "--chip",
+        metavar="CHIP",
+        help="check for this chip and new libraries: h100, l40s, hopper, …",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="write nothing and exit with 1 where a validator finds an error",
+    )
     add("--json", action="store_true", help="print JSON in place of explanations and YAML")
 
 
@@ -90,7 +135,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _new(args: argparse.Namespace) -> int:
     """Ask, show the meaning and the text of the file, write it, and print the next command."""
-    if idle := [name for name, value in vars(args).items() if value and name not in ("command", "file", "new")]:
+    if idle := [
+        name
+        for name, value in vars(args).items()
+        if value and name not in ("command", "file", "new")
+    ]:
         raise RecipeError(f"--new asks for everything: leave out {', '.join(idle)}")
     from .wizard import launch_commands, new_config  # estimates load transformers
 
@@ -98,7 +147,10 @@ def _new(args: argparse.Namespace) -> int:
     written = config.for_accelerate()
     text = _as_yaml(written)
     _write(path, text)
-    print(f"\n{explained(config, config.findings(chip))}\n\nwritten to {path}:\n\n{textwrap.indent(text, '    ')}")
+    print(
+        f"\n{explained(config, config.findings(chip))}\n\nwritten to "
+        f"{path}:\n\n{textwrap.indent(text, '    ')}"
+    )
     where = f"train with it{'' if chip is None else f' on {chip}'}"
     print(f"{where}:\n\n{launch_commands(path, written['num_machines'])}")
     return 0
@@ -123,10 +175,20 @@ _WITHOUT_IMPORT = """\
 """Comment at the head of a file, since stock Accelerate's message does not name this package."""
 
 
-def as_json(config: TrainingConfig, findings: list[Finding], written: dict[str, Any] | None) -> dict[str, Any]:
+def as_json(
+    config: TrainingConfig, findings: list[Finding], written: dict[str, Any] | None
+) -> dict[str, Any]:
     """Return everything as plain values; `accelerate` is None if --check refuses to write it."""
     recipe = config.recipe
-    same = ("mixed_precision", "parallel", "processes", "compiled", "surroundings", "notes", "passed_over")
+    same = (
+        "mixed_precision",
+        "parallel",
+        "processes",
+        "compiled",
+        "surroundings",
+        "notes",
+        "passed_over",
+    )
     return {
         "file": config.source,
         "from": config.system,
@@ -138,7 +200,13 @@ def as_json(config: TrainingConfig, findings: list[Finding], written: dict[str, 
     }
 
 
-_ENGINES = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "megatron": "Megatron-LM"}
+_ENGINES = {
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "deepspeed": "DeepSpeed",
+    "megatron": "Megatron-LM",
+}
 _ENGINES |= {"tpu": "TPU", "none": "none"}
 _COMPILED = {"none": "no", "full": "the whole model", "regional": "the repeated blocks"}
 _OPTIONS = {
@@ -153,8 +221,13 @@ def explained(config: TrainingConfig, findings: list[Finding]) -> str:
     meaning = paragraphs([*_meaning(config), *(("note", note) for note in config.notes)], 10)
     rows = []
     for finding in findings:
-        rows += [(finding.severity, f"{finding.reason} [{finding.rule}]"), ("", f"fix: {finding.fix}")]
-    nothing = "FP8 is off: nothing to check" if config.recipe is None else "no validator found anything"
+        rows += [
+            (finding.severity, f"{finding.reason} [{finding.rule}]"),
+            ("", f"fix: {finding.fix}"),
+        ]
+    nothing = (
+        "FP8 is off: nothing to check" if config.recipe is None else "no validator found anything"
+    )
     title = f"{config.source} ({config.system.capitalize()}) means:"
     return f"{title}\n\n{meaning}\n\n{paragraphs(rows, 10) if rows else nothing}"
 
@@ -162,7 +235,10 @@ def explained(config: TrainingConfig, findings: list[Finding]) -> str:
 def _meaning(config: TrainingConfig) -> Iterator[tuple[str, str]]:
     recipe = config.recipe
     if recipe is None:
-        yield "backend", f"none: mixed precision is {config.mixed_precision}; --backend STRING writes one"
+        yield (
+            "backend",
+            f"none: mixed precision is {config.mixed_precision}; --backend STRING writes one",
+        )
         yield "precision", config.mixed_precision
     else:
         fields = ", ".join(f"{name}={value!r}" for name, value in given_fields(recipe).items())
@@ -173,7 +249,11 @@ def _meaning(config: TrainingConfig) -> Iterator[tuple[str, str]]:
         yield "backend", backend
         yield "fields", fields or "none beyond the backend's defaults"
         yield "precision", f"{config.mixed_precision}, {recipe.autocast_dtype} around it"
-    options = [_OPTIONS[key].format(value) for key, value in config.surroundings.items() if key in _OPTIONS and value]
+    options = [
+        _OPTIONS[key].format(value)
+        for key, value in config.surroundings.items()
+        if key in _OPTIONS and value
+    ]
     yield "sharding", ", ".join([_ENGINES[config.parallel], *options])
     yield "processes", "not given" if config.processes is None else str(config.processes)
     yield "compiled", _COMPILED[config.compiled]

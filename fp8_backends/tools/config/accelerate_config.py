@@ -33,24 +33,35 @@ _BLOCKS: dict[str, tuple[str, ...]] = {
 """Prefixes of the flags in each block; a key may omit the first one."""
 
 
-def read_accelerate(values: Mapping[str, Any], source: str, processes: int | None = None) -> TrainingConfig:
+def read_accelerate(
+    values: Mapping[str, Any], source: str, processes: int | None = None
+) -> TrainingConfig:
     """Interpret the file. Raises `RecipeError` for keys that Accelerate refuses or ignores."""
     if "SAGEMAKER" in str(values.get("compute_environment", "")).upper():
         raise RecipeError(
-            f"{source} is for Amazon SageMaker, which starts scripts by itself: put `import fp8_backends` into the "
-            "script, and its backend into Accelerator(kwargs_handlers=[…])"
+            f"{source} is for Amazon SageMaker, which starts scripts by itself: put `import "
+            "fp8_backends` into the script, and its backend into Accelerator(kwargs_handlers=[…])"
         )
     file = ConfigFile(values, source)
     file.refuse_unknown([*(each.name for each in dataclasses.fields(ClusterConfig)), *_OLD_KEYS])
     if "distributed_type" not in values:
-        raise RecipeError(f"{source}: distributed_type is missing, and Accelerate wants it: NO, MULTI_GPU, FSDP, …")
+        raise RecipeError(
+            f"{source}: distributed_type is missing, and Accelerate wants it: NO, MULTI_GPU, FSDP, "
+            "…"
+        )
     engines = one_of(*(kind.value for kind in DistributedType), "TPU")
     engine = file.parsed("distributed_type", engines, _word(values["distributed_type"]))
-    fsdp, deepspeed, dynamo = _block(file, "fsdp_config"), _block(file, "deepspeed_config"), _dynamo(file)
+    fsdp, deepspeed, dynamo = (
+        _block(file, "fsdp_config"),
+        _block(file, "deepspeed_config"),
+        _dynamo(file),
+    )
     parallel = _ENGINES.get(engine, "ddp")
     if engine == "FSDP":
         parallel = f"fsdp{fsdp.get('fsdp_version', lambda value: one_of('1', '2')(str(value)), 1)}"
-    compiled: Compiled = "regional" if dynamo.get("dynamo_use_regional_compilation", flag) else "full"
+    compiled: Compiled = (
+        "regional" if dynamo.get("dynamo_use_regional_compilation", flag) else "full"
+    )
     if dynamo.values.get("dynamo_backend", "NO") in UNCOMPILED:
         compiled = "none"
     if processes is None and values.get("num_processes") != -1:
@@ -66,15 +77,25 @@ def read_accelerate(values: Mapping[str, Any], source: str, processes: int | Non
     if config.mixed_precision == "fp8":
         config.fields = _fields(file, config)
     elif values.get("fp8_config"):
-        config.notes.append(f"fp8_config has no effect: mixed_precision is {config.mixed_precision}, not fp8")
+        config.notes.append(
+            f"fp8_config has no effect: mixed_precision is {config.mixed_precision}, not fp8"
+        )
     config.surroundings = _surroundings(file, config, fsdp, deepspeed)
     config.accelerate = {
-        **{key: value for key, value in values.items() if key not in ("mixed_precision", "fp8_config", *_OLD_KEYS)},
+        **{
+            key: value
+            for key, value in values.items()
+            if key not in ("mixed_precision", "fp8_config", *_OLD_KEYS)
+        },
         "distributed_type": "XLA" if engine == "TPU" else engine,
         **({"num_processes": config.processes} if config.processes else {}),
         **({"dynamo_config": dynamo.values} if dynamo.values else {}),
     }
-    if config.parallel == "deepspeed" and _has_deepspeed_file(file) and values.get("mixed_precision"):
+    if (
+        config.parallel == "deepspeed"
+        and _has_deepspeed_file(file)
+        and values.get("mixed_precision")
+    ):
         config.notes.append(DEEPSPEED_PRECISION)
     if config.processes is None:
         config.notes.append("num_processes is not given: give --num_processes N when you launch")
@@ -114,8 +135,13 @@ def _keys(name: str) -> list[str]:
     from accelerate.commands.launch import launch_command_parser  # loads every launcher
 
     beginnings = tuple(filter(None, _BLOCKS[name]))
-    flags = [action.dest for action in launch_command_parser()._actions if action.dest.startswith(beginnings)]
-    return [*flags, "fsdp_ignored_modules"] if name == "fsdp_config" else flags  # the launcher has no flag for it
+    flags = [
+        action.dest
+        for action in launch_command_parser()._actions
+        if action.dest.startswith(beginnings)
+    ]
+    # the launcher has no flag for it
+    return [*flags, "fsdp_ignored_modules"] if name == "fsdp_config" else flags
 
 
 def _dynamo(file: ConfigFile) -> ConfigFile:
@@ -123,7 +149,9 @@ def _dynamo(file: ConfigFile) -> ConfigFile:
     block, key = _block(file, "dynamo_config"), "dynamo_backend"
     place = block if key in block.values else file
     if (word := place.values.get(key)) is not None:
-        block.values[key] = place.parsed(key, one_of(*(each.value for each in DynamoBackend)), _word(word))
+        block.values[key] = place.parsed(
+            key, one_of(*(each.value for each in DynamoBackend)), _word(word)
+        )
     return block
 
 
@@ -136,24 +164,31 @@ def _fields(file: ConfigFile, config: TrainingConfig) -> dict[str, Any]:
     if config.parallel != "fsdp2" and _GATHER in fields and _GATHER in source.idle:
         del fields[_GATHER]
         config.notes.append(
-            "enable_fsdp_float8_all_gather: true, which `accelerate config` recommends, has no effect without FSDP2: "
-            "left out"
+            "enable_fsdp_float8_all_gather: true, which `accelerate config` recommends, has no "
+            "effect without FSDP2: left out"
         )
     return fields
 
 
-def _surroundings(file: ConfigFile, config: TrainingConfig, fsdp: ConfigFile, deepspeed: ConfigFile) -> dict[str, Any]:
+def _surroundings(
+    file: ConfigFile, config: TrainingConfig, fsdp: ConfigFile, deepspeed: ConfigFile
+) -> dict[str, Any]:
     """Return further arguments of `validate`, with the launcher's own defaults."""
     arguments: dict[str, Any] = {}
     if config.parallel in ("fsdp1", "fsdp2"):
-        for name, default in (("activation_checkpointing", False), ("cpu_ram_efficient_loading", True)):
+        for name, default in (
+            ("activation_checkpointing", False),
+            ("cpu_ram_efficient_loading", True),
+        ):
             arguments[name] = fsdp.get(f"fsdp_{name}", flag, default)
     if config.parallel == "deepspeed":
         if path := deepspeed.get("deepspeed_config_file", word):
             arguments = file.zero(path)
         else:
             arguments["zero_stage"] = deepspeed.get("zero_stage", whole_number(0), 2)
-            devices = (deepspeed.values.get(f"offload_{part}_device") for part in ("optimizer", "param"))
+            devices = (
+                deepspeed.values.get(f"offload_{part}_device") for part in ("optimizer", "param")
+            )
             arguments["zero_offload"] = offloads(devices)
     ranks = file.block("parallelism_config").get("parallelism_config_tp_size", whole_number(1))
     return arguments if ranks is None else {**arguments, "tensor_parallel": ranks}

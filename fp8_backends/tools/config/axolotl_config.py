@@ -1,4 +1,5 @@
-"""Read the precision, sharding and compilation of an Axolotl (0.19) configuration file as `TrainingConfig`."""
+"""Read the precision, sharding and compilation of an Axolotl (0.19) configuration file as
+`TrainingConfig`."""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ _FSDP_BLOCK = {
     "state_dict_type": one_of("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
     "transformer_layer_cls_to_wrap": None,
 }
-"""Keys of fsdp_config, without the prefix fsdp_, and the parsers of their values (None: as they are)."""
+"""Keys of fsdp_config, without the prefix fsdp_, and the parsers of their values (None: as they
+are)."""
 _FSDP1_ONLY = {"backward_prefetch": None, "forward_prefetch": flag, "sharding_strategy": None}
 _FSDP1_ONLY |= {"sync_module_states": flag, "use_orig_params": flag}
 """Further keys, without effect under FSDP2."""
@@ -56,14 +58,32 @@ _MESH = {
 }
 _READ = (
     *(*_FP8_KEYS, *_FSDP_KEYS, *_ATTENTION_FLAGS, *_MESH),
-    *("bf16", "fp16", "bfloat16", "float16", "deepspeed", "gradient_checkpointing", "optimizer", "sequence_len"),
-    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "attn_implementation", "load_in_4bit"),
+    *(
+        "bf16",
+        "fp16",
+        "bfloat16",
+        "float16",
+        "deepspeed",
+        "gradient_checkpointing",
+        "optimizer",
+        "sequence_len",
+    ),
+    *(
+        "torch_compile",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "attn_implementation",
+        "load_in_4bit",
+    ),
     *("load_in_8bit", "expert_parallel_size"),
 )
 
 
-def read_axolotl(values: Mapping[str, Any], source: str, processes: int | None = None) -> TrainingConfig:
-    """Interpret the file. Raises `RecipeError` for unknown keys of fp8 and fsdp, or values that Axolotl refuses."""
+def read_axolotl(
+    values: Mapping[str, Any], source: str, processes: int | None = None
+) -> TrainingConfig:
+    """Interpret the file. Raises `RecipeError` for unknown keys of fp8 and fsdp, or values that
+    Axolotl refuses."""
     file, notes = ConfigFile(values, source), []
     file.refuse_unknown(_FP8_KEYS, "fp8")
     file.refuse_unknown(_FSDP_KEYS, "fsdp")
@@ -71,13 +91,19 @@ def read_axolotl(values: Mapping[str, Any], source: str, processes: int | None =
     parallel = _parallel(file, fsdp)
     mesh = {key: file.get(key, whole_number(1), 1) for key in _MESH}
     if processes is None:
-        # Axolotl starts one process for each GPU; without a GPU here, an engine leaves the number unknown
+        # Axolotl starts one process for each GPU; without a GPU here, an engine leaves the number
+        # unknown
         processes = torch.cuda.device_count() or (1 if parallel == "none" else None)
         processes = math.prod(mesh.values()) if max(mesh.values()) > 1 else processes
     if parallel == "none" and processes is not None and processes > 1:
         parallel = "ddp"
     config = TrainingConfig(
-        source, "axolotl", _precision(file, notes), parallel=parallel, processes=processes, notes=notes
+        source,
+        "axolotl",
+        _precision(file, notes),
+        parallel=parallel,
+        processes=processes,
+        notes=notes,
     )
     if config.mixed_precision == "fp8":
         config.fields = _fields(file, notes)
@@ -104,7 +130,10 @@ def read_axolotl(values: Mapping[str, Any], source: str, processes: int | None =
     if parallel == "deepspeed":
         notes.append(DEEPSPEED_PRECISION)
     if processes is None:
-        notes.append("the file does not say how many processes train: give --num_processes N here or to launch")
+        notes.append(
+            "the file does not say how many processes train: give --num_processes N here or to "
+            "launch"
+        )
     elif parallel == "none":
         notes.append("one process: Axolotl starts one for each GPU; for DDP say --num_processes N")
     return config
@@ -119,7 +148,9 @@ def _engine_settings(value: Any) -> Any:
     """Return the settings of an engine; None for false."""
     word = str(value).strip().lower()
     if word in ("true", "yes", "on", "1"):
-        raise ValueError("must be what the engine reads: DeepSpeed's JSON file, a list of FSDP's options")
+        raise ValueError(
+            "must be what the engine reads: DeepSpeed's JSON file, a list of FSDP's options"
+        )
     return None if word in ("false", "no", "off", "0") else value
 
 
@@ -127,7 +158,9 @@ def _precision(file: ConfigFile, notes: list[str]) -> str:
     if _is_on(file, "fp8"):
         return "fp8"
     if file.values.get("fp8_config") is not None:
-        raise RecipeError(f"{file.source}: fp8_config is read with fp8: true only: set fp8: true, or remove it")
+        raise RecipeError(
+            f"{file.source}: fp8_config is read with fp8: true only: set fp8: true, or remove it"
+        )
     if _is_on(file, "fp8_enable_fsdp_float8_all_gather"):
         notes.append("fp8_enable_fsdp_float8_all_gather has no effect without fp8: true")
     if _is_fp16(file):
@@ -143,7 +176,9 @@ def _is_bf16(file: ConfigFile) -> bool:
 
 
 def _is_fp16(file: ConfigFile) -> bool:
-    return _is_on(file, "fp16") and (file.values.get("bf16") == "auto" or not _is_on(file, "bf16", "full"))
+    return _is_on(file, "fp16") and (
+        file.values.get("bf16") == "auto" or not _is_on(file, "bf16", "full")
+    )
 
 
 def _fields(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
@@ -157,8 +192,8 @@ def _fields(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
     if _is_fp16(file):
         fields["autocast_dtype"] = "fp16"
         notes.append(
-            "fp16: true beside fp8: here FP8 runs over fp16 autocast; Axolotl loads the weights in fp16 and runs bf16 "
-            "autocast around FP8"
+            "fp16: true beside fp8: here FP8 runs over fp16 autocast; Axolotl loads the weights in "
+            "fp16 and runs bf16 autocast around FP8"
         )
     return fields
 
@@ -172,12 +207,17 @@ def _fsdp(file: ConfigFile, notes: list[str]) -> dict[str, Any]:
         return {}
     in_block = {f"fsdp_config.{key}": block.values.get(key) for key in ("fsdp_version", "version")}
     places = {"fsdp_version": file.values.get("fsdp_version"), **in_block}
-    places = {key: str(value).strip() for key, value in places.items() if value is not None}  # perhaps in quotes
+    # perhaps in quotes
+    places = {key: str(value).strip() for key, value in places.items() if value is not None}
     if len(set(places.values())) > 1:
-        raise RecipeError(f"{file.source}: {', '.join(f'{key}: {each}' for key, each in places.items())} disagree")
+        raise RecipeError(
+            f"{file.source}: {', '.join(f'{key}: {each}' for key, each in places.items())} disagree"
+        )
     key, version = next(iter(places.items()), ("fsdp_version", "1"))  # Axolotl's own default
     version = int(file.parsed(key, one_of("1", "2"), version))
-    block.values = {key.removeprefix("fsdp_"): value for key, value in block.values.items() if value is not None}
+    block.values = {
+        key.removeprefix("fsdp_"): value for key, value in block.values.items() if value is not None
+    }
     parsers = _FSDP_BLOCK | _FSDP1_ONLY
     block.refuse_unknown([*parsers, *_NOT_CARRIED, "version"])
     settings: dict[str, Any] = {"version": version}
@@ -196,23 +236,33 @@ def _parallel(file: ConfigFile, fsdp: Mapping[str, Any]) -> Parallel:
     if not deepspeed:
         return f"fsdp{fsdp['version']}" if fsdp else "none"
     if fsdp:
-        raise RecipeError(f"{file.source}: deepspeed and fsdp_config are two engines: leave one out")
+        raise RecipeError(
+            f"{file.source}: deepspeed and fsdp_config are two engines: leave one out"
+        )
     if not isinstance(deepspeed, str):
         raise RecipeError(
-            f"{file.source}: deepspeed holds DeepSpeed's settings themselves, and Accelerate reads them from a file: "
-            "write them to a JSON file, and name it there"
+            f"{file.source}: deepspeed holds DeepSpeed's settings themselves, and Accelerate reads "
+            "them from a file: write them to a JSON file, and name it there"
         )
     return "deepspeed"
 
 
 def _engine(file: ConfigFile, parallel: Parallel, fsdp: Mapping[str, Any]) -> dict[str, Any]:
-    keys = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "machine_rank": 0, "use_cpu": False}
+    keys = {
+        "compute_environment": "LOCAL_MACHINE",
+        "num_machines": 1,
+        "machine_rank": 0,
+        "use_cpu": False,
+    }
     if parallel == "deepspeed":
         block = {"deepspeed_config_file": file.values["deepspeed"]}
         return {**keys, "distributed_type": "DEEPSPEED", "deepspeed_config": block}
     if fsdp:
         # the launcher loads efficiently by default, Axolotl does not
-        block = {"fsdp_cpu_ram_efficient_loading": False, **{f"fsdp_{key}": value for key, value in fsdp.items()}}
+        block = {
+            "fsdp_cpu_ram_efficient_loading": False,
+            **{f"fsdp_{key}": value for key, value in fsdp.items()},
+        }
         return {**keys, "distributed_type": "FSDP", "fsdp_config": block}
     return {**keys, "distributed_type": "MULTI_GPU" if parallel == "ddp" else "NO"}
 

@@ -17,8 +17,8 @@ from ...rules.validate import Finding, validate
 from ...words import shortened, shown
 
 DEEPSPEED_PRECISION = (
-    "mixed_precision is left out: Accelerate refuses it beside deepspeed_config_file. fp8-backends launch needs none; "
-    "with accelerate launch say --mixed_precision fp8"
+    "mixed_precision is left out: Accelerate refuses it beside deepspeed_config_file. fp8-backends "
+    "launch needs none; with accelerate launch say --mixed_precision fp8"
 )
 UNCOMPILED = ("NO", "EAGER", "AOT_EAGER")
 """Backends of torch.compile that generate no kernels."""
@@ -56,7 +56,8 @@ class TrainingConfig:
             raise RecipeError(f"{self.source}: {error}") from None
 
     def use(self, backend: str) -> None:
-        """Use another backend, and drop fields that it does not read, each with a note. Raises `RecipeError`."""
+        """Use another backend, and drop fields that it does not read, each with a note. Raises
+        `RecipeError`."""
         recipe = FP8RecipeKwargs(backend=backend)
         is_auto = recipe.compute == AUTO  # `auto` picks a backend that reads every field
         kept: dict[str, Any] = recipe.to_kwargs()  # also those of a recipe file
@@ -64,7 +65,9 @@ class TrainingConfig:
             if name in NAMING or name in kept:
                 continue
             if not is_auto and (error := refusal_of(recipe.name, {name: value})):
-                self.notes.append(f"{name}={shown(value)} of the file is left out with backend {backend}: {error}")
+                self.notes.append(
+                    f"{name}={shown(value)} of the file is left out with backend {backend}: {error}"
+                )
             else:
                 kept[name] = value
         self.mixed_precision, self.fields = "fp8", kept
@@ -83,18 +86,24 @@ class TrainingConfig:
         )
 
     def for_accelerate(self) -> dict[str, Any]:
-        """Return a configuration for `accelerate launch` and `fp8-backends launch`, as plain values for YAML."""
+        """Return a configuration for `accelerate launch` and `fp8-backends launch`, as plain values
+        for YAML."""
         written = {**self.accelerate}
         if self.recipe is not None:
             written["fp8_config"] = yaml_fields(self.recipe)
-        if self.parallel != "deepspeed" or "deepspeed_config_file" not in written.get("deepspeed_config", {}):
+        if self.parallel != "deepspeed" or "deepspeed_config_file" not in written.get(
+            "deepspeed_config", {}
+        ):
             written["mixed_precision"] = self.mixed_precision
         return written
 
 
 def given_fields(recipe: Recipe) -> dict[str, Any]:
     """Return the fields, except its name, in which a recipe differs from its backend's defaults."""
-    defaults = {name: field.default_for(recipe.scaling) for name, field in settings_of(recipe.compute).items()}
+    defaults = {
+        name: field.default_for(recipe.scaling)
+        for name, field in settings_of(recipe.compute).items()
+    }
     defaults["pad_inner_dim"] = True  # the default of TorchAO's handler
     given = recipe.to_kwargs().items()
     return {name: value for name, value in given if name not in NAMING and value != defaults[name]}
@@ -103,17 +112,22 @@ def given_fields(recipe: Recipe) -> dict[str, Any]:
 def yaml_fields(recipe: Recipe) -> dict[str, Any]:
     """Return the `fp8_config` block of this recipe, for both launchers."""
     fields = {_KEYS.get(name, name): value for name, value in given_fields(recipe).items()}
-    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
-    naming = {"scaling": recipe.scaling} if recipe.name == AUTO and recipe.scaling else {}  # else in the name
+    plain = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()
+    }
+    # else in the name
+    naming = {"scaling": recipe.scaling} if recipe.name == AUTO and recipe.scaling else {}
     return {"backend": recipe.name, **naming, **plain}
 
 
 _KEYS = {"enable_fsdp_float8_all_gather": "all_gather", "fp8_format": "number_format"}
-"""This package's keys for fields whose defaults Accelerate's launcher exports: its own keys count as not given."""
+"""This package's keys for fields whose defaults Accelerate's launcher exports: its own keys count
+as not given."""
 
 
 class ConfigFile:
-    """Read the keys of a configuration file, or of a block in it. Errors name the file and the key."""
+    """Read the keys of a configuration file, or of a block in it. Errors name the file and the
+    key."""
 
     def __init__(self, values: Mapping[str, Any], source: str, block: str = "") -> None:
         self.values, self.source = values, source
@@ -138,24 +152,37 @@ class ConfigFile:
         return ConfigFile({str(name): value for name, value in values.items()}, self.source, key)
 
     def refuse_unknown(self, known: Iterable[str], prefix: str = "") -> None:
-        """Raise `RecipeError` with the first unknown keys of this prefix, each with the nearest known key."""
+        """Raise `RecipeError` with the first unknown keys of this prefix, each with the nearest
+        known key."""
         known = list(known)
-        unknown = [key for key in self.values if key.lower().startswith(prefix) and key not in known]
+        unknown = [
+            key for key in self.values if key.lower().startswith(prefix) and key not in known
+        ]
         if unknown:
-            named = ", ".join(f"{shortened(key)}{closest(key, known)}" for key in unknown[:_MOST_NAMED])
+            named = ", ".join(
+                f"{shortened(key)}{closest(key, known)}" for key in unknown[:_MOST_NAMED]
+            )
             more = len(unknown) - _MOST_NAMED
-            raise RecipeError(f"{self.name}: not known: {named}" + (f" and {more} more" if more > 0 else ""))
+            raise RecipeError(
+                f"{self.name}: not known: {named}" + (f" and {more} more" if more > 0 else "")
+            )
 
     def zero(self, path: str) -> dict[str, Any]:
-        """Return stage and offload of a DeepSpeed file, found from here or beside this file; {} without it."""
+        """Return stage and offload of a DeepSpeed file, found from here or beside this file; {}
+        without it."""
         places = (path, os.path.join(os.path.dirname(self.source), path))
         path = next((place for place in places if os.path.isfile(place)), None)
         if path is None:
             return {}
         block = ConfigFile(read_file(path), path).block("zero_optimization")
         stage = block.values.get("stage", 0)
-        devices = [block.block(f"offload_{part}").values.get("device") for part in ("optimizer", "param")]
-        return {"zero_stage": stage if isinstance(stage, int) else None, "zero_offload": offloads(devices)}
+        devices = [
+            block.block(f"offload_{part}").values.get("device") for part in ("optimizer", "param")
+        ]
+        return {
+            "zero_stage": stage if isinstance(stage, int) else None,
+            "zero_offload": offloads(devices),
+        }
 
 
 def offloads(devices: Iterable[Any]) -> bool:

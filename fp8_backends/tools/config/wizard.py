@@ -1,4 +1,5 @@
-"""`fp8-backends config --new`: ask for chip, model, ranks and memory, and propose a configuration for Accelerate."""
+"""`fp8-backends config --new`: ask for chip, model, ranks and memory, and propose a configuration
+for Accelerate."""
 
 import os
 import platform
@@ -35,17 +36,30 @@ ENGINES = {
 
 
 def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
-    """Ask everything. Return path and content of the file, and the chip's name; None is this machine."""
-    print(wrapped("A new configuration for FP8 training. Enter takes the answer in brackets; Ctrl-C writes no file."))
+    """Ask everything. Return path and content of the file, and the chip's name; None is this
+    machine."""
+    print(
+        wrapped(
+            "A new configuration for FP8 training. Enter takes the answer in brackets; Ctrl-C "
+            "writes no file."
+        )
+    )
     path = _ask_path(path)
     sold = ", ".join(name for name, product in chips.PRODUCTS.items() if product.gib)
-    rented, device = _ask("chip", "here", _chip, ("here", device_named(None).title), ("others", f"cpu, {sold}"))
-    gpu, te_runs = chips.product_named(device.chip).gpu, rented is None and registry.auto_choice().backend == "te"
+    rented, device = _ask(
+        "chip", "here", _chip, ("here", device_named(None).title), ("others", f"cpu, {sold}")
+    )
+    gpu, te_runs = (
+        chips.product_named(device.chip).gpu,
+        rented is None and registry.auto_choice().backend == "te",
+    )
     advice = chips.advice_for(gpu, te_runs, hardware.cpu_bf16())
     if not advice.backend:
         print(wrapped(f"Note: for speed train in {advice.precision} there: {advice.reason}."))
     workload, machines = _ask_workload(is_here=rented is None, on_gpu=gpu is not None)
-    engine, fits = _ask_engine(workload, device, advice.backend or "native:dynamic", on_gpu=gpu is not None)
+    engine, fits = _ask_engine(
+        workload, device, advice.backend or "native:dynamic", on_gpu=gpu is not None
+    )
     proposal, is_short = _ask_memory(engine, fits, workload.sequence >= LONG)
     values = {
         **{"compute_environment": "LOCAL_MACHINE", "num_machines": machines, "machine_rank": 0},
@@ -53,20 +67,31 @@ def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
         **_engine_keys(engine, gpu is not None),
     }
     if machines > 1:
-        values["main_process_ip"] = _ask("address", platform.node(), word, ("address", "of the first machine"))
+        values["main_process_ip"] = _ask(
+            "address", platform.node(), word, ("address", "of the first machine")
+        )
         values |= {"main_process_port": 29500, "rdzv_backend": "static", "same_network": True}
     compiled = "fewer kernels for FP8's casts; the first step takes minutes. Repeated layers only"
     if _ask_yes("torch.compile", gpu is not None, ("yes", compiled), ("no", "starts at once")):
-        values["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+        values["dynamo_config"] = {
+            "dynamo_backend": "INDUCTOR",
+            "dynamo_use_regional_compilation": True,
+        }
 
     def configured(backend: str) -> TrainingConfig:
-        fields: dict[str, Any] = {"saved_activations": "fp8"} if is_short and workload.sequence >= LONG else {}
+        fields: dict[str, Any] = (
+            {"saved_activations": "fp8"} if is_short and workload.sequence >= LONG else {}
+        )
         if engine == "fsdp2" and resolve(backend).level == "O0":
             fields["enable_fsdp_float8_all_gather"] = True
         config = read_accelerate(values, path)
-        config.fields = {name: value for name, value in fields.items() if not refusal_of(backend, {name: value})}
+        config.fields = {
+            name: value for name, value in fields.items() if not refusal_of(backend, {name: value})
+        }
         config.fields["backend"] = backend
-        error = next((finding for finding in config.findings(rented) if finding.severity == "error"), None)
+        error = next(
+            (finding for finding in config.findings(rented) if finding.severity == "error"), None
+        )
         if error is not None:
             raise FP8BackendError(f"{error.reason}. Fix: {error.fix}")
         return config
@@ -81,11 +106,17 @@ def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
 def launch_commands(path: str, machines: int) -> str:
     """Return the command to train with this file: one line for each machine."""
     ranks = [f"--machine_rank {rank} " for rank in range(machines)] if machines > 1 else [""]
-    return "\n".join(f"    fp8-backends launch --config_file {shlex.quote(path)} {rank}train.py" for rank in ranks)
+    return "\n".join(
+        f"    fp8-backends launch --config_file {shlex.quote(path)} {rank}train.py"
+        for rank in ranks
+    )
 
 
-def _ask(name: str, default: object, parse: Callable[[str], Answer], *choices: tuple[str, str]) -> Answer:
-    """Explain the choices, and ask until `parse` accepts the answer. Raises `FP8BackendError` if the input ends."""
+def _ask(
+    name: str, default: object, parse: Callable[[str], Answer], *choices: tuple[str, str]
+) -> Answer:
+    """Explain the choices, and ask until `parse` accepts the answer. Raises `FP8BackendError` if
+    the input ends."""
     print(f"\n{paragraphs(choices, 10)}")
     while True:
         try:
@@ -95,23 +126,38 @@ def _ask(name: str, default: object, parse: Callable[[str], Answer], *choices: t
             raise
         except EOFError:
             print()
-            raise FP8BackendError(f"the input ended before the answer for {name}: no file is written") from None
+            raise FP8BackendError(
+                f"the input ended before the answer for {name}: no file is written"
+            ) from None
         if not sys.stdin.isatty():
             print(answer)  # as a terminal shows it
         try:
             return parse(answer)
-        except (FP8BackendError, ValueError) as error:  # plain ones are of parsers of fields: "must be …"
-            print(wrapped(f"{error}." if isinstance(error, FP8BackendError) else f"{shown(answer)} {error}."))
+        # plain ones are of parsers of fields: "must be …"
+        except (FP8BackendError, ValueError) as error:
+            print(
+                wrapped(
+                    f"{error}."
+                    if isinstance(error, FP8BackendError)
+                    else f"{shown(answer)} {error}."
+                )
+            )
 
 
 def _ask_yes(name: str, is_default: bool, *choices: tuple[str, str]) -> bool:
-    return _ask(name, "yes" if is_default else "no", one_of("yes", "no", "y", "n"), *choices)[0] == "y"
+    return (
+        _ask(name, "yes" if is_default else "no", one_of("yes", "no", "y", "n"), *choices)[0] == "y"
+    )
 
 
 def _ask_path(path: str | None) -> str:
-    free = next(name for i in range(1, 1000) if not os.path.exists(name := f"fp8{f'_{i}' * (i > 1)}.yaml"))
+    free = next(
+        name for i in range(1, 1000) if not os.path.exists(name := f"fp8{f'_{i}' * (i > 1)}.yaml")
+    )
     while True:
-        path = path or _ask("file", free, _in_folder, ("file", "where the configuration is written"))
+        path = path or _ask(
+            "file", free, _in_folder, ("file", "where the configuration is written")
+        )
         if not os.path.exists(path) or _ask_yes("overwrite", False, (path, "exists already")):
             return _in_folder(path)
         path = None
@@ -135,11 +181,19 @@ def _model(text: str) -> ModelShape:
 
 def _ask_workload(is_here: bool, on_gpu: bool) -> tuple[Workload, int]:
     """Return what one rank trains, and the number of machines."""
-    sizes = ("model", "parameters of a Llama, such as 8B or 350M, or a config.json of transformers, or its folder")
+    sizes = (
+        "model",
+        "parameters of a Llama, such as 8B or 350M, or a config.json of transformers, or its "
+        "folder",
+    )
     model = _ask("model", "8B" if on_gpu else "100M", _model, sizes)
     longest = model.longest or 2**30
     tokens = ("sequence", "tokens at a time on each rank: activations grow with them")
-    sequence = _ask("sequence", min(SEQUENCE, longest), whole_number(1, longest), tokens) if model.reads_tokens else 1
+    sequence = (
+        _ask("sequence", min(SEQUENCE, longest), whole_number(1, longest), tokens)
+        if model.reads_tokens
+        else 1
+    )
     machines = _ask("machines", 1, whole_number(1), ("machines", "computers that train together"))
 
     def shared_evenly(text: str) -> int:
@@ -148,11 +202,18 @@ def _ask_workload(is_here: bool, on_gpu: bool) -> tuple[Workload, int]:
         return ranks
 
     gpus = torch.cuda.device_count() if is_here else 0
-    ranks = _ask("ranks", max(1, gpus) * machines, shared_evenly, ("ranks", "processes in all, one for each GPU"))
+    ranks = _ask(
+        "ranks",
+        max(1, gpus) * machines,
+        shared_evenly,
+        ("ranks", "processes in all, one for each GPU"),
+    )
     return Workload(model=model, sequence=sequence, devices=ranks), machines
 
 
-def _ask_engine(workload: Workload, device: Device, plain: str, on_gpu: bool) -> tuple[str, dict[str, bool]]:
+def _ask_engine(
+    workload: Workload, device: Device, plain: str, on_gpu: bool
+) -> tuple[str, dict[str, bool]]:
     """Return the engine, and for plain storage first, then levels, if they fit under it."""
     alone, usable = workload.devices == 1, USABLE * device.memory
     stored = "te+msamp:O2" if plain.startswith("te") else "msamp:O2" if alone else "msamp:O4"
@@ -164,13 +225,20 @@ def _ask_engine(workload: Workload, device: Device, plain: str, on_gpu: bool) ->
     peaks: dict[str, list[str]] = {}
     for each in estimates:
         peaks.setdefault(each.backend, []).append(f"{each.peak / GIB:.3g} GiB")
-    print(f"\n{wrapped(f'Estimated peak of each rank. {device.title}: {share(USABLE)} is for tensors.')}")
+    print(
+        f"\n{wrapped(f'Estimated peak of each rank. {device.title}: {share(USABLE)} is for tensors.')}"
+    )
     heads = ["", *("peak" if name == "none" else name for name in shardings)]
     print(table([heads, *([name, *row] for name, row in peaks.items())]))
-    fits = {name: {e.backend: e.peak <= usable for e in estimates if e.sharding == name} for name in shardings}
+    fits = {
+        name: {e.backend: e.peak <= usable for e in estimates if e.sharding == name}
+        for name in shardings
+    }
     engine = shardings[0]
     if len(shardings) > 1:
-        engine = _ask("engine", "ddp" if fits["ddp"][plain] else "fsdp2", one_of(*ENGINES), *ENGINES.items())
+        engine = _ask(
+            "engine", "ddp" if fits["ddp"][plain] else "fsdp2", one_of(*ENGINES), *ENGINES.items()
+        )
     return engine, fits["ddp" if engine == "deepspeed" else engine]
 
 
@@ -191,4 +259,6 @@ def _engine_keys(engine: str, on_gpu: bool) -> dict[str, Any]:
         return {"distributed_type": "FSDP", "fsdp_config": block}
     if engine == "deepspeed":
         return {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
-    return {"distributed_type": "NO" if engine == "none" else "MULTI_GPU" if on_gpu else "MULTI_CPU"}
+    return {
+        "distributed_type": "NO" if engine == "none" else "MULTI_GPU" if on_gpu else "MULTI_CPU"
+    }

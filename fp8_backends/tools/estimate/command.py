@@ -1,4 +1,5 @@
-"""`fp8-backends estimate`: does a training fit, how fast is it, and with what, before anything runs."""
+"""`fp8-backends estimate`: does a training fit, how fast is it, and with what, before anything
+runs."""
 
 from __future__ import annotations
 
@@ -23,8 +24,24 @@ from ...rules.validate import validate
 from ...words import share
 from .. import page
 from ..terminal import Progress, Verdict, add_feature_flags, features_of, paragraphs, table
-from .estimates import BASELINES, SHARDINGS, USABLE, WEIGHT_DTYPES, Estimate, Layout, Workload, estimate, named
-from .model_shapes import ModelShape, from_parameters, from_transformers, parse_count, readable_count
+from .estimates import (
+    BASELINES,
+    SHARDINGS,
+    USABLE,
+    WEIGHT_DTYPES,
+    Estimate,
+    Layout,
+    Workload,
+    estimate,
+    named,
+)
+from .model_shapes import (
+    ModelShape,
+    from_parameters,
+    from_transformers,
+    parse_count,
+    readable_count,
+)
 from .step_time import PARTS
 
 if TYPE_CHECKING:
@@ -48,56 +65,118 @@ class Device(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Traces a training step of the model without computing it, and prints what one device holds, sends and takes: "
-        "no weights are loaded, nothing is fetched, and the device need not be there."
+        "Traces a training step of the model without computing it, and prints what one device "
+        "holds, sends and takes: no weights are loaded, nothing is fetched, and the device need "
+        "not be there."
     )
     add = parser.add_argument
-    add("model", nargs="?", help="a config.json of transformers, its folder, or the name of a cached model")
+    add(
+        "model",
+        nargs="?",
+        help="a config.json of transformers, its folder, or the name of a cached model",
+    )
     add("--params", help="instead of a model: a Llama of so many parameters (8B, 350M)")
     add("--devices", type=int, default=1, help="how many train it (default: 1)")
-    add("--chip", "--device", help="h100, h200, b200, a100, l40s, rtx4090, …, cpu, or GiB (default: this machine)")
-    of_shardings = f"of {', '.join(SHARDINGS)}, each with +tp:N, by commas (default: none; ddp,fsdp2)"
+    add(
+        "--chip",
+        "--device",
+        help="h100, h200, b200, a100, l40s, rtx4090, …, cpu, or GiB (default: this machine)",
+    )
+    of_shardings = (
+        f"of {', '.join(SHARDINGS)}, each with +tp:N, by commas (default: none; ddp,fsdp2)"
+    )
     add("--sharding", help=of_shardings)
-    add("--backend", help=f"backend strings by commas (default: {BACKENDS}; with --lora {LORA_BACKENDS})")
-    add("--batch", default="1", help='samples of one device at a time, or "largest" that fits (default: 1)')
-    add("--sequence", type=int, help="tokens of a sequence (default: 2048, or what the model takes)")
+    add(
+        "--backend",
+        help=f"backend strings by commas (default: {BACKENDS}; with --lora {LORA_BACKENDS})",
+    )
+    add(
+        "--batch",
+        default="1",
+        help='samples of one device at a time, or "largest" that fits (default: 1)',
+    )
+    add(
+        "--sequence", type=int, help="tokens of a sequence (default: 2048, or what the model takes)"
+    )
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
     add_feature_flags(parser)
-    add("--gradient-release", action="store_true", help="at levels: drop each gradient inside backward")
-    add("--lora", type=int, default=0, metavar="RANK", help="train PEFT's adapters of this rank on a frozen base")
-    add("--frozen-fp8", action="store_true", help="with --lora: hold the frozen base in FP8 (fp8_params)")
+    add(
+        "--gradient-release",
+        action="store_true",
+        help="at levels: drop each gradient inside backward",
+    )
+    add(
+        "--lora",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="train PEFT's adapters of this rank on a frozen base",
+    )
+    add(
+        "--frozen-fp8",
+        action="store_true",
+        help="with --lora: hold the frozen base in FP8 (fp8_params)",
+    )
     add("--compile", action="store_true", help="time the step with torch.compile of each layer")
-    add("--simulate", action="store_true", help="trace a step of one rank among fake ones: its collectives and peak")
+    add(
+        "--simulate",
+        action="store_true",
+        help="trace a step of one rank among fake ones: its collectives and peak",
+    )
     add("--page", metavar="FILE", help="write a page with charts")
-    add("--weights", choices=WEIGHT_DTYPES, default="fp32", help="dtype of the model (default: fp32)")
+    add(
+        "--weights",
+        choices=WEIGHT_DTYPES,
+        default="fp32",
+        help="dtype of the model (default: fp32)",
+    )
     add("--json", action="store_true", help="print JSON, in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
     if (args.model is None) == (args.params is None):
-        raise FP8BackendError("name a model (config.json, folder, or a cached model), or give --params, one of both")
+        raise FP8BackendError(
+            "name a model (config.json, folder, or a cached model), or give --params, one of both"
+        )
     largest = args.batch == "largest"
     if not largest and not args.batch.isdecimal():
         raise FP8BackendError(f'--batch {args.batch}: a whole number, or "largest"')
-    for name, value in (("devices", args.devices), ("batch", largest or int(args.batch)), ("sequence", args.sequence)):
+    for name, value in (
+        ("devices", args.devices),
+        ("batch", largest or int(args.batch)),
+        ("sequence", args.sequence),
+    ):
         if value is not None and value < 1:
             raise FP8BackendError(f"--{name} {value}: at least 1")
     if args.frozen_fp8 and not args.lora:
-        raise FP8BackendError("--frozen-fp8 holds the frozen base of --lora RANK: name a rank, such as 16")
+        raise FP8BackendError(
+            "--frozen-fp8 holds the frozen base of --lora RANK: name a rank, such as 16"
+        )
     device = device_named(args.chip)
-    model = from_transformers(args.model) if args.params is None else from_parameters(parse_count(args.params))
+    model = (
+        from_transformers(args.model)
+        if args.params is None
+        else from_parameters(parse_count(args.params))
+    )
     model.lora = args.lora
     if args.sequence is not None and not model.reads_tokens:
-        raise FP8BackendError(f"--sequence {args.sequence}: the model reads images, which have no tokens: leave it out")
+        raise FP8BackendError(
+            f"--sequence {args.sequence}: the model reads images, which have no tokens: leave it "
+            "out"
+        )
     settings = {
         "batch": 0 if largest else int(args.batch),
         "sequence": args.sequence or min(SEQUENCE, model.longest or SEQUENCE),
         **{name: getattr(args, name) for name in ("checkpointing", "weights", "devices")},
     }
-    workload = Workload(model=model, memory=device.memory, chip=device.chip, compiled=args.compile, **settings)
+    workload = Workload(
+        model=model, memory=device.memory, chip=device.chip, compiled=args.compile, **settings
+    )
     with Progress(f"tracing a training step of {model.title}") as progress:
         names = _listed("--backend", args.backend or (LORA_BACKENDS if args.lora else BACKENDS))
-        backends = [name if name.lower() in BASELINES else _with_flags(name, args) for name in names]
+        backends = [
+            name if name.lower() in BASELINES else _with_flags(name, args) for name in names
+        ]
         shardings = ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
         if args.sharding is not None:
             shardings = _listed("--sharding", args.sharding.lower())
@@ -117,11 +196,23 @@ def run(args: argparse.Namespace) -> int:
             "device": device._asdict(),
             "settings": settings,
             "estimates": [each.to_dict() for each in estimates],
-            "changes": [{**each._asdict(), "estimate": each.estimate.to_dict()} for each in smaller],
+            "changes": [
+                {**each._asdict(), "estimate": each.estimate.to_dict()} for each in smaller
+            ],
             "answer": dict(answer),
             "simulations": [
-                {"backend": backend, "sharding": sharding, "peak": one.peak, "sent": one.sent, "peaks": one.peaks}
-                | {"collectives": {" ".join(key): each._asdict() for key, each in one.traffic.items()}}
+                {
+                    "backend": backend,
+                    "sharding": sharding,
+                    "peak": one.peak,
+                    "sent": one.sent,
+                    "peaks": one.peaks,
+                }
+                | {
+                    "collectives": {
+                        " ".join(key): each._asdict() for key, each in one.traffic.items()
+                    }
+                }
                 for (backend, sharding), one in simulations.items()
             ],
             "advice": advice,
@@ -135,16 +226,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def simulated(
-    workload: Workload, backends: list[str | dict[str, Any]], shardings: list[str], on_step: Callable[[str], object]
+    workload: Workload,
+    backends: list[str | dict[str, Any]],
+    shardings: list[str],
+    on_step: Callable[[str], object],
 ) -> dict[tuple[str, str], Simulation]:
-    """Simulate each backend under each sharding but ZeRO. Raises what `simulation.simulate` raises."""
+    """Simulate each backend under each sharding but ZeRO. Raises what `simulation.simulate`
+    raises."""
     from .simulation import REPLICATE, SHARD, TENSOR, simulate  # a second: FSDP2, DDP and DTensor
 
     found = {}
     for sharding, (backend, recipe, _) in itertools.product(shardings, map(named, backends)):
         layout = Layout.parsed(sharding, workload.devices)
         if layout.kind not in ("ddp", "fsdp2") or workload.devices == 1:
-            raise FP8BackendError(f"--simulate: of ddp, fsdp2 and hsdp with several --devices, not {sharding}")
+            raise FP8BackendError(
+                f"--simulate: of ddp, fsdp2 and hsdp with several --devices, not {sharding}"
+            )
         shards = layout.shards if layout.kind == "fsdp2" else 1
         sizes = {REPLICATE: layout.ranks // shards, SHARD: shards, TENSOR: layout.tensor}
         on_step(f"{backend} among {workload.devices} ranks")
@@ -166,7 +263,8 @@ def _traffic(simulations: dict[tuple[str, str], Simulation]) -> list[list[str]]:
 
 
 def _with_flags(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Add the flags' fields to a backend; a field of levels goes to levels, a field of others to the others."""
+    """Add the flags' fields to a backend; a field of levels goes to levels, a field of others to
+    the others."""
     is_level = resolve(name).level != "O0"
     more = {"gradient_release": True} if args.gradient_release and is_level else {}
     more |= {"fp8_params": True} if args.frozen_fp8 and not is_level else {}
@@ -180,12 +278,17 @@ class Change(NamedTuple):
     estimate: Estimate
 
 
-def changes(workload: Workload, found: list[Estimate], on_step: Callable[[str], object]) -> list[Change]:
-    """Return changes from the mildest on: of what is stored, of what is trained, and of the number of devices. Levels
-    are left out under ZeRO-3, and adapters of a model that trains adapters already."""
+def changes(
+    workload: Workload, found: list[Estimate], on_step: Callable[[str], object]
+) -> list[Change]:
+    """Return changes from the mildest on: of what is stored, of what is trained, and of the number
+    of devices. Levels are left out under ZeRO-3, and adapters of a model that trains adapters
+    already."""
     known = [each for each in found if not each.refused]
     best = min(known, key=lambda each: each.peak)
-    level = best.backend if best.backend not in BASELINES and "msamp" in best.backend else "msamp:O2"
+    level = (
+        best.backend if best.backend not in BASELINES and "msamp" in best.backend else "msamp:O2"
+    )
     made = []
     for title, options, changed, backend, sharding in _candidates(workload, best, level):
         on_step(title)
@@ -194,7 +297,9 @@ def changes(workload: Workload, found: list[Estimate], on_step: Callable[[str], 
         (one,) = estimate(changed, [backend], [sharding])
         one.fits = not one.refused and one.peak <= USABLE * workload.memory
         if one.fits and not any(each.estimate.fits for each in made):  # the recommended one
-            (one,) = estimate(replace(changed, memory=workload.memory, chip=workload.chip), [backend], [sharding])
+            (one,) = estimate(
+                replace(changed, memory=workload.memory, chip=workload.chip), [backend], [sharding]
+            )
         made.append(Change(title, options, one))
     return made
 
@@ -204,7 +309,13 @@ def _candidates(workload: Workload, best: Estimate, level: str) -> Iterator[tupl
     less = replace(wider, checkpointing=True)
     release = {"backend": "msamp:O4", "gradient_release": True}
     if not workload.checkpointing:
-        yield "activation checkpointing", f"--backend {best.backend} --checkpointing", less, best.backend, best.sharding
+        yield (
+            "activation checkpointing",
+            f"--backend {best.backend} --checkpointing",
+            less,
+            best.backend,
+            best.sharding,
+        )
     if not workload.model.lora:
         options = "--backend msamp:O4"
         yield "level O4", options, wider, {"backend": "msamp:O4"}, best.sharding
@@ -212,9 +323,21 @@ def _candidates(workload: Workload, best: Estimate, level: str) -> Iterator[tupl
         both = f"{options} --gradient-release --checkpointing"
         yield "O4, release and checkpointing", both, less, release, best.sharding
         shape = replace(workload.model, lora=LORA_RANK)
-        for title, base, options in (("LoRA", wider, ""), ("LoRA and checkpointing", less, " --checkpointing")):
-            tuned, options = replace(base, model=shape), f"--lora {LORA_RANK}{options} --backend native:dynamic"
-            yield f"{title}, rank {LORA_RANK}, bf16 base", options, tuned, "native:dynamic", best.sharding
+        for title, base, options in (
+            ("LoRA", wider, ""),
+            ("LoRA and checkpointing", less, " --checkpointing"),
+        ):
+            tuned, options = (
+                replace(base, model=shape),
+                f"--lora {LORA_RANK}{options} --backend native:dynamic",
+            )
+            yield (
+                f"{title}, rank {LORA_RANK}, bf16 base",
+                options,
+                tuned,
+                "native:dynamic",
+                best.sharding,
+            )
             frozen = {"backend": "native:dynamic", "fp8_params": True}
             yield f"{title}, FP8 base", f"{options} --frozen-fp8", tuned, frozen, best.sharding
     kind = best.sharding if "fsdp2" in best.sharding or best.sharding == "hsdp" else "fsdp2"
@@ -232,8 +355,11 @@ def _candidates(workload: Workload, best: Estimate, level: str) -> Iterator[tupl
             return
 
 
-def answered(workload: Workload, estimates: list[Estimate], smaller: list[Change]) -> list[tuple[str, str]]:
-    """Answer three questions, (question, answer) each: the fastest that fits, or the mildest change that does."""
+def answered(
+    workload: Workload, estimates: list[Estimate], smaller: list[Change]
+) -> list[tuple[str, str]]:
+    """Answer three questions, (question, answer) each: the fastest that fits, or the mildest change
+    that does."""
     usable = USABLE * workload.memory / GIB
     fitting = [each for each in estimates if each.fits]
     known = [each for each in estimates if not each.refused]
@@ -261,7 +387,9 @@ def _speed_of(best: Estimate, workload: Workload) -> str:
     if best.time is None:
         return f"unknown: no public rates of this chip are known here; least memory that fits: {best.backend}"
     time, (low, ratio, high) = best.time, best.speedup
-    text = f"{best.backend}: {_time(time.seconds)} a step ({_time(time.low)} to {_time(time.high)}), "
+    text = (
+        f"{best.backend}: {_time(time.seconds)} a step ({_time(time.low)} to {_time(time.high)}), "
+    )
     text += f"{best.tokens_per_second:,.0f} tokens/s a device"
     if best.backend not in BASELINES:
         text += f", {ratio:.2f} times bf16 ({low:.2f} to {high:.2f})"
@@ -276,10 +404,16 @@ def _time(seconds: float) -> str:
 
 
 def device_named(name: str | None) -> Device:
-    """Return a device by name or GiB; None is this machine. Raises `FP8BackendError` for unknown or ambiguous names."""
+    """Return a device by name or GiB; None is this machine. Raises `FP8BackendError` for unknown or
+    ambiguous names."""
     if name is None and hardware.has_gpu():
-        memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
-        return Device(f"{torch.cuda.get_device_name(0)} ({memory / GIB:.0f} GiB)", memory, hardware.chip().key)
+        memory = min(
+            torch.cuda.get_device_properties(i).total_memory
+            for i in range(torch.cuda.device_count())
+        )
+        return Device(
+            f"{torch.cuda.get_device_name(0)} ({memory / GIB:.0f} GiB)", memory, hardware.chip().key
+        )
     name = name or chips.CPU.key
     number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(?:gib|gb)?", name.lower())
     if number is not None and float(number[1]):
@@ -292,9 +426,12 @@ def device_named(name: str | None) -> Device:
         memory = _ram()
         return Device(f"this machine's RAM ({memory / GIB:.1f} GiB)", memory, product.name)
     if product.gib is None:
-        sold = [each.name for each in chips.PRODUCTS.values() if each.gib and each.chip is product.chip]
+        sold = [
+            each.name for each in chips.PRODUCTS.values() if each.gib and each.chip is product.chip
+        ]
         raise FP8BackendError(
-            f"--chip {name}: chips of this kind differ in memory: name one ({', '.join(sold)}), or its GiB, such as 64"
+            f"--chip {name}: chips of this kind differ in memory: name one ({', '.join(sold)}), or "
+            "its GiB, such as 64"
         )
     return Device(f"{product.name.upper()} ({product.gib} GiB)", product.gib * GIB, product.name)
 
@@ -317,12 +454,19 @@ def _listed(flag: str, text: str) -> list[str]:
     return words
 
 
-NOT_WORTH_IT = ("no_fp8_hardware", "emulated_here", "minority_in_fp8", "small_layers", "modest_gain")
+NOT_WORTH_IT = (
+    "no_fp8_hardware",
+    "emulated_here",
+    "minority_in_fp8",
+    "small_layers",
+    "modest_gain",
+)
 """Rules for little or no speed from FP8, the plainest first."""
 
 
 def fp8_advice(model: ModelShape, device: Device, backends: list[str]) -> list[str]:
-    """Explain why FP8 brings little or no speed to this model on this chip, in one sentence if all backends agree."""
+    """Explain why FP8 brings little or no speed to this model on this chip, in one sentence if all
+    backends agree."""
     if device.chip is None or not backends:
         return []
     product = chips.product_named(device.chip)
@@ -331,20 +475,26 @@ def fp8_advice(model: ModelShape, device: Device, backends: list[str]) -> list[s
         return [f"for speed train in {advice.precision}: {advice.reason}"]
     with torch.device("meta"):
         meta = model.make_model(torch.float32)
-    rules = {name: {finding.rule for finding in validate(name, meta, chip=device.chip)} for name in backends}
+    rules = {
+        name: {finding.rule for finding in validate(name, meta, chip=device.chip)}
+        for name in backends
+    }
     sentences = []
     for rule in (RULES[name] for name in NOT_WORTH_IT):
         slow = [name for name, applying in rules.items() if rule.name in applying]
         of = "" if len(slow) == len(rules) else f" with {', '.join(slow)}"
         if slow:
-            sentences.append(f"little or no speed is to be expected of FP8{of}: {rule.reason}; {rule.fix}")
+            sentences.append(
+                f"little or no speed is to be expected of FP8{of}: {rule.reason}; {rule.fix}"
+            )
             if not of:
                 return sentences[-1:]
     return sentences
 
 
 def auto_advice(device: Device) -> list[str]:
-    """Explain the choice of `auto` on this chip; [] for an unknown chip or one without FP8 products."""
+    """Explain the choice of `auto` on this chip; [] for an unknown chip or one without FP8
+    products."""
     if device.chip is None or not (chip := chips.product_named(device.chip).chip).fp8:
         return []
     choice = chips.auto_on(chip)
@@ -363,7 +513,8 @@ _MEANINGS = {
 }
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _SHARDINGS = {
-    "none": "nothing shared", "ddp": "DDP", "fsdp2": "FSDP2", "hsdp": "HSDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2",
+    "none": "nothing "
+            "shared", "ddp": "DDP", "fsdp2": "FSDP2", "hsdp": "HSDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2",
     "zero3": "ZeRO-3",
 }  # fmt: skip
 
@@ -391,20 +542,35 @@ def text(
         group = [each for each in estimates if each.sharding == sharding]
         parts.append(f"{unit} on {where}\n{_table(group, _UNITS[unit])}")
         if any(each.time for each in group):
-            parts.append(f"time of a step, {'compiled' if workload.compiled else 'eager'}\n{table(_times(group))}")
+            parts.append(
+                "time of a step, "
+                f"{'compiled' if workload.compiled else 'eager'}\n{table(_times(group))}"
+            )
     if smaller:
         rows = [(_fit_of(each.estimate), f"{each.title}: {each.options}") for each in smaller]
         parts.append(f"peak with a change\n{paragraphs(rows)}")
     moments = "; ".join(dict.fromkeys(each.peak_at for each in known))
     legend = [
-        *((COLUMNS[name], meaning) for name, meaning in _MEANINGS.items() if _has_column(name, known)),
+        *(
+            (COLUMNS[name], meaning)
+            for name, meaning in _MEANINGS.items()
+            if _has_column(name, known)
+        ),
         ("peak", f"the highest moment of a step ({moments})"),
         *([("sent", "to other devices in a step")] if _has_column("sent", known) else []),
         ("FP8", "share of the FLOPs of weight products"),
-        ("fits", f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and fragmentation"),
+        (
+            "fits",
+            f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and "
+            "fragmentation",
+        ),
         ("largest", "parameters of this shape with more or fewer layers"),
         ("batch", "the most samples at a time on a device"),
-        *([("/ bf16", "speed over bf16, with its interval")] if any(each.time for each in known) else []),
+        *(
+            [("/ bf16", "speed over bf16, with its interval")]
+            if any(each.time for each in known)
+            else []
+        ),
         *(("note", note) for note in dict.fromkeys(note for each in known for note in each.notes)),
         *(("advice", sentence) for sentence in advice),
     ]
@@ -412,14 +578,22 @@ def text(
 
 
 def _fit_of(one: Estimate) -> str:
-    return "refused" if one.refused else f"{_number(one.peak / GIB):>4} GiB {'fits' if one.fits else 'no'} "
+    return (
+        "refused"
+        if one.refused
+        else f"{_number(one.peak / GIB):>4} GiB {'fits' if one.fits else 'no'} "
+    )
 
 
 def _training(workload: Workload, device: Device) -> str:
     weights = "FP32 weights under bf16 autocast" if workload.weights == "fp32" else "bf16 weights"
     if workload.model.lora:
         weights = f"LoRA of rank {workload.model.lora} in FP32 on a frozen bf16 model"
-    samples = workload.model.samples(workload.batch, workload.sequence) if workload.batch else "the most that fit"
+    samples = (
+        workload.model.samples(workload.batch, workload.sequence)
+        if workload.batch
+        else "the most that fit"
+    )
     end = ", fused AdamW" + (", activation checkpointing" if workload.checkpointing else "")
     return f"{workload.devices} x {device.title}; on each {samples}; {weights}{end}"
 
@@ -427,37 +601,65 @@ def _training(workload: Workload, device: Device) -> str:
 def _times(group: Iterable[Estimate]) -> list[list[str]]:
     """Return headings, and rows of each backend with a time."""
     timed = [each for each in group if each.time]
-    parts = [name for name in PARTS if any(each.time.parts[name] > 0.002 * each.time.seconds for each in timed)]
+    parts = [
+        name
+        for name in PARTS
+        if any(each.time.parts[name] > 0.002 * each.time.seconds for each in timed)
+    ]
     rows = [["", "seconds", "between", "tokens/s", "/ bf16", "between", *parts]]
     for each in timed:
         time, (low, ratio, high) = each.time, each.speedup
         interval = "" if each.backend in BASELINES else f"{low:.2f}-{high:.2f}"
         numbers = [f"{time.seconds:.3g}", f"{time.low:.2g}-{time.high:.2g}"]
         shares = [share(time.parts[name] / time.seconds) for name in parts]
-        rows.append([each.backend, *numbers, f"{each.tokens_per_second:,.0f}", f"{ratio:.2f}", interval, *shares])
+        rows.append(
+            [
+                each.backend,
+                *numbers,
+                f"{each.tokens_per_second:,.0f}",
+                f"{ratio:.2f}",
+                interval,
+                *shares,
+            ]
+        )
     return rows
 
 
-def _page(workload: Workload, device: Device, estimates: list[Estimate], answer: list[tuple[str, str]]) -> str:
+def _page(
+    workload: Workload, device: Device, estimates: list[Estimate], answer: list[tuple[str, str]]
+) -> str:
     known = [each for each in estimates if not each.refused]
     colors = {each.backend: f"var(--c{i % page.COLORS + 1})" for i, each in enumerate(known)}
 
     def bars(title: str, values: Iterable[tuple[Estimate, float, str]]) -> str:
         where = "" if workload.devices == 1 else ", {}"
-        rows = [(e.backend + where.format(e.sharding), colors[e.backend], value, label) for e, value, label in values]
+        rows = [
+            (e.backend + where.format(e.sharding), colors[e.backend], value, label)
+            for e, value, label in values
+        ]
         return page.bars(rows, title)
 
     mood = "good" if any(each.fits for each in known) else "bad"
-    verdict = Verdict(mood, f"{answer[0][0]} {answer[0][1]}", [f"{name} {text}" for name, text in answer[1:]])
+    verdict = Verdict(
+        mood, f"{answer[0][0]} {answer[0][1]}", [f"{name} {text}" for name, text in answer[1:]]
+    )
     timed = [each for each in known if each.time]
     cells = [[page.signed(cell) for cell in row] for row in _times(timed)]
     sections = {
-        "Peak memory of a device": bars("GiB", ((e, e.peak, f"{_number(e.peak / GIB)} GiB") for e in known)),
-        "Time of a step": bars("seconds", ((e, e.time.seconds, _time(e.time.seconds)) for e in timed)),
+        "Peak memory of a device": bars(
+            "GiB", ((e, e.peak, f"{_number(e.peak / GIB)} GiB") for e in known)
+        ),
+        "Time of a step": bars(
+            "seconds", ((e, e.time.seconds, _time(e.time.seconds)) for e in timed)
+        ),
         "Its parts": page.table(cells[0], cells[1:]) if timed else "",
     }
     return page.page(
-        "A training, estimated", [workload.model.title, _training(workload, device)], verdict, [], sections
+        "A training, estimated",
+        [workload.model.title, _training(workload, device)],
+        verdict,
+        [],
+        sections,
     )
 
 
@@ -470,9 +672,24 @@ def _table(group: list[Estimate], size: int) -> str:
         count = each.largest_parameters
         largest = "?" if count is None else readable_count(count) if each.largest_layers else "none"
         numbers = [_number(getattr(each, name) / size) for name in columns]
-        rows.append([each.backend, *numbers, share(each.flops_share), fits, largest, str(each.largest_batch)])
-    refused = [(f"{each.backend}:", each.refused.removeprefix(f"{each.backend}: ")) for each in group if each.refused]
-    return "\n".join([*([table(rows)] if known else []), *([paragraphs(refused)] if refused else [])])
+        rows.append(
+            [
+                each.backend,
+                *numbers,
+                share(each.flops_share),
+                fits,
+                largest,
+                str(each.largest_batch),
+            ]
+        )
+    refused = [
+        (f"{each.backend}:", each.refused.removeprefix(f"{each.backend}: "))
+        for each in group
+        if each.refused
+    ]
+    return "\n".join(
+        [*([table(rows)] if known else []), *([paragraphs(refused)] if refused else [])]
+    )
 
 
 def _has_column(name: str, estimates: Iterable[Estimate]) -> bool:

@@ -1,7 +1,9 @@
-"""Estimate memory, traffic and time of a training step before it runs (docs/planning.rst, docs/speed.rst).
+"""Estimate memory, traffic and time of a training step before it runs (docs/planning.rst,
+docs/speed.rst).
 
-Two traces with two and three layers (`step_trace.py`) give the growth with depth, one with twice the batch the growth
-of activations. Models with different layers are traced whole. `Rank` derives the costs of one of several ranks.
+Two traces with two and three layers (`step_trace.py`) give the growth with depth, one with twice
+the batch the growth of activations. Models with different layers are traced whole. `Rank` derives
+the costs of one of several ranks.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ BASELINES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 WEIGHT_DTYPES = ("fp32", "bf16")
 
 SHARDINGS = ("none", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3")
-"""`hsdp` is FSDP2 inside a machine of 8 devices and DDP between machines. `+tp:N` after any but ZeRO's splits each
-layer between N devices; `tp:N` alone is none or DDP with it."""
+"""`hsdp` is FSDP2 inside a machine of 8 devices and DDP between machines. `+tp:N` after any but
+ZeRO's splits each layer between N devices; `tp:N` alone is none or DDP with it."""
 DEEPSPEED = ("zero1", "zero2", "zero3")
 
 USABLE = 0.92
-"""Share of a device's memory for tensors; the CUDA context, workspaces and fragmentation take the rest."""
+"""Share of a device's memory for tensors; the CUDA context, workspaces and fragmentation take the
+rest."""
 
 
 @dataclass(kw_only=True)
@@ -73,7 +76,9 @@ class Workload:
         """Raise `FP8BackendError` for more tokens than the model has positions."""
         longest = self.model.longest
         if longest is not None and longest < self.sequence:
-            raise FP8BackendError(f"a sequence of {self.sequence} tokens exceeds the model's {longest} positions")
+            raise FP8BackendError(
+                f"a sequence of {self.sequence} tokens exceeds the model's {longest} positions"
+            )
 
 
 @dataclass
@@ -122,7 +127,8 @@ class Estimate:
 
     @property
     def static(self) -> float:
-        """Bytes of weights, masters, gradients and states, as `audit` reports at the optimizer's step."""
+        """Bytes of weights, masters, gradients and states, as `audit` reports at the optimizer's
+        step."""
         return self.weights + self.master + self.gradients + self.states
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,10 +148,13 @@ def estimate(
     A backend that cannot train this model has the reason in `refused`.
 
     Args:
-        backends: backend strings and recipes, and "bf16", "fp16" or "fp32" for training without FP8.
+        backends: backend strings and recipes, and "bf16", "fp16" or "fp32" for training without
+            FP8.
         shardings: names from `SHARDINGS`.
-        on_backend: called with the name of each backend before the trace of its steps, which takes seconds.
-        traced: keeps the traces for a later call that differs in `devices`, `memory`, `chip` or `compiled` only.
+        on_backend: called with the name of each backend before the trace of its steps, which takes
+            seconds.
+        traced: keeps the traces for a later call that differs in `devices`, `memory`, `chip` or
+        `compiled` only.
 
     Raises:
         RecipeError: an unknown backend, sharding or dtype of weights.
@@ -171,35 +180,59 @@ def estimate(
 
 
 def named(backend: Any) -> tuple[str, Recipe | None, dict[str, Any]]:
-    """Return a backend's name, its recipe (None without FP8), and the fields not in this name. A recipe file has its
-    path as a name."""
+    """Return a backend's name, its recipe (None without FP8), and the fields not in this name. A
+    recipe file has its path as a name."""
     baseline = str(backend).lower()
     if baseline in BASELINES:
         return baseline, None, {}
-    recipe, given = resolve(backend), backend if isinstance(backend, Mapping) else {"backend": backend}
+    recipe, given = (
+        resolve(backend),
+        backend if isinstance(backend, Mapping) else {"backend": backend},
+    )
     if names_file(file := given.get("backend")):
         return file, recipe, {name: value for name, value in given.items() if name != "backend"}
     of_string = ("backend", "scaling", "opt_level")
-    return recipe.name, recipe, {name: value for name, value in recipe.to_kwargs().items() if name not in of_string}
+    return (
+        recipe.name,
+        recipe,
+        {name: value for name, value in recipe.to_kwargs().items() if name not in of_string},
+    )
 
 
 def _estimate(
-    workload: Workload, backend: str, recipe: Recipe | None, sharding: str, layout: Layout, traced: dict
+    workload: Workload,
+    backend: str,
+    recipe: Recipe | None,
+    sharding: str,
+    layout: Layout,
+    traced: dict,
 ) -> Estimate:
-    """Estimate one backend under one sharding. `traced` holds the traces so far, which shardings share."""
+    """Estimate one backend under one sharding. `traced` holds the traces so far, which shardings
+    share."""
     result = Estimate(backend, sharding, workload.devices)
     if layout.kind in DEEPSPEED and recipe is not None and recipe.level != "O0":
         if layout.kind == "zero3":
-            result.refused = f"level {recipe.level} goes with ZeRO-1, ZeRO-2, DDP and FSDP2, not with ZeRO-3"
+            result.refused = (
+                f"level {recipe.level} goes with ZeRO-1, ZeRO-2, DDP and FSDP2, not with ZeRO-3"
+            )
             return result
         layout, recipe = replace(layout, kind="ddp"), recipe.replace(shard_states=True)
-    if getattr(recipe, "fp8_params", False) and (layout.tensor > 1 or layout.kind in ("fsdp2", "zero3")):
+    if getattr(recipe, "fp8_params", False) and (
+        layout.tensor > 1 or layout.kind in ("fsdp2", "zero3")
+    ):
         result.refused = str(SHARDED)
         return result
 
     def growth_of(recipe: Recipe | None, backend: str) -> Growth:
-        is_te, releases = getattr(recipe, "compute", "") == "te", getattr(recipe, "gradient_release", False)
-        kind = layout.kind in DEEPSPEED, is_te and layout.kind == "fsdp2", releases and layout.kind == "ddp"
+        is_te, releases = (
+            getattr(recipe, "compute", "") == "te",
+            getattr(recipe, "gradient_release", False),
+        )
+        kind = (
+            layout.kind in DEEPSPEED,
+            is_te and layout.kind == "fsdp2",
+            releases and layout.kind == "ddp",
+        )
         key = (backend, repr(recipe), *kind)
         traced[key] = traced.get(key) or Growth.traced(workload, recipe, layout.kind, backend)
         return traced[key]
@@ -212,7 +245,9 @@ def _estimate(
         return result
 
     def rank_of(growth: Growth, recipe: Recipe | None, layers: int, batch: int) -> Rank:
-        return Rank(layout.split(growth, layers, batch), layout.kind, layout.ranks, recipe, layout.shards)
+        return Rank(
+            layout.split(growth, layers, batch), layout.kind, layout.ranks, recipe, layout.shards
+        )
 
     def fits(layers: int, batch: int) -> bool:
         return highest(rank_of(growth, recipe, layers, batch).step())[1] <= USABLE * workload.memory
@@ -221,7 +256,9 @@ def _estimate(
         if (value := getattr(recipe, name)) != setting.default:
             result.notes.append(f"{name}={value!r}, of the backends in FP8")
     if getattr(recipe, "compute", "") == "te":
-        result.notes.append("te: as its native equivalent, with the second copy of the weights' codes that it keeps")
+        result.notes.append(
+            "te: as its native equivalent, with the second copy of the weights' codes that it keeps"
+        )
     if workload.devices > 1:
         note = "figures are those without tensor parallelism: each device has whole layers, or gathers them"
         result.notes.append(layout.note or note)
@@ -232,21 +269,30 @@ def _estimate(
     for part in (WEIGHTS, MASTER, STATES, BUFFERS):
         setattr(result, part, trace.resting[part])
     result.gradients, result.sent = trace.saved[GRADIENTS], rank.sent_bytes()
-    result.copies, result.activations = trace.saved[COPIES] + trace.saved[CODES], trace.saved[ACTIVATIONS]
+    result.copies, result.activations = (
+        trace.saved[COPIES] + trace.saved[CODES],
+        trace.saved[ACTIVATIONS],
+    )
     result.peak_at, result.peak = highest(trace)
     result.flops_share = trace.sizes["flops_fp8"] / (trace.sizes["flops"] or 1)
     result.parameters = growth.at(layers, batch).sizes["parameters"]
     chip, cell = CHIPS.get(workload.chip or ""), None
     if chip is not None and recipe is not None:
-        rule = "msamp" if recipe.compute == "native" and recipe.scaling == "window" else recipe.scaling
+        rule = (
+            "msamp" if recipe.compute == "native" and recipe.scaling == "window" else recipe.scaling
+        )
         rule = rule if rule == "msamp" else f"{recipe.compute}:{rule}"
         cell = chips.cell_of(rule, chips.product_named(workload.chip).chip)
     if cell is not None and cell.state != chips.FP8:
-        result.notes.append(f"{backend}: its FP8 products are {cell.state} on this chip, so it has no time")
+        result.notes.append(
+            f"{backend}: its FP8 products are {cell.state} on this chip, so it has no time"
+        )
     elif recipe is not None and (recipe.by_product or len(recipe.recipes) > 1):
         result.notes.append(f"{backend}: several scaling rules in one model have no time")
     elif getattr(recipe, "scaling", "") == "nvfp4":
-        result.notes.append(f"{backend}: no rates of 4-bit products are known here, so it has no time")
+        result.notes.append(
+            f"{backend}: no rates of 4-bit products are known here, so it has no time"
+        )
     elif chip is not None and backend not in ("fp16", "fp32"):
         plain = rank_of(growth_of(None, "bf16"), None, layers, batch)
         waits = layout.waiting_bytes(workload, layers, batch)
@@ -255,7 +301,10 @@ def _estimate(
         result.speedup = speedup(works[0], recipe, works[1], chip, workload.compiled)
         result.tokens_per_second = batch * workload.sequence / result.time.seconds / layout.tensor
     if workload.memory is not None:
-        result.fits, result.largest_batch = fits(layers, batch), _largest(lambda count: fits(layers, count))
+        result.fits, result.largest_batch = (
+            fits(layers, batch),
+            _largest(lambda count: fits(layers, count)),
+        )
         if growth.deeper is not growth.first:
             result.largest_layers = _largest(lambda count: fits(count, batch))
             result.largest_parameters = growth.at(result.largest_layers, batch).sizes["parameters"]
@@ -283,7 +332,9 @@ class Layout:
         kind = kind.removesuffix("+") or ("none" if devices == tensor else "ddp")
         check_known("sharding", kind, SHARDINGS)
         if devices % tensor or (tensor > 1 and kind in DEEPSPEED):
-            raise RecipeError(f"sharding {sharding!r} of {devices} devices: tp:N divides them, and not with ZeRO")
+            raise RecipeError(
+                f"sharding {sharding!r} of {devices} devices: tp:N divides them, and not with ZeRO"
+            )
         ranks = devices // tensor
         shards = min(ranks, max(1, DEVICES_OF_A_MACHINE // tensor)) if kind == "hsdp" else ranks
         return cls("fsdp2" if kind == "hsdp" else kind, tensor, ranks, shards)
@@ -299,42 +350,63 @@ class Layout:
             raise FP8BackendError("tensor parallelism is estimated for models of equal layers")
 
     def split(self, growth: Growth, layers: int, batch: int) -> StepTrace:
-        """Return the trace of a device that has 1 / N of each block: of its weights, products, and the activations
-        between a pair of Linears."""
+        """Return the trace of a device that has 1 / N of each block: of its weights, products, and
+        the activations between a pair of Linears."""
         whole = growth.at(layers, batch)
         if self.tensor == 1:
             return whole
         outside, ways = growth.at(0, batch), self.tensor
-        sides = [(count * min(k, n), count * (k + n)) for (kind, _, k, n, _), count in whole.products.items()]
-        kept = sum(each for each, _ in sides) / sum(each for _, each in sides)  # the residual stream's side
+        sides = [
+            (count * min(k, n), count * (k + n))
+            for (kind, _, k, n, _), count in whole.products.items()
+        ]
+        # the residual stream's side
+        kept = sum(each for each, _ in sides) / sum(each for _, each in sides)
         shares = dict.fromkeys((ACTIVATIONS, "moved", "packed"), kept + (1 - kept) / ways)
         shares |= dict.fromkeys(("calls", "weight_width", "trained_width"), 1.0)
 
         def divided(parts: Bytes, rest: Bytes) -> Bytes:
-            return {name: rest[name] + (v - rest[name]) * shares.get(name, 1 / ways) for name, v in parts.items()}
+            return {
+                name: rest[name] + (v - rest[name]) * shares.get(name, 1 / ways)
+                for name, v in parts.items()
+            }
 
         names = ("resting", "sizes", "saved")
         parts = {name: divided(getattr(whole, name), getattr(outside, name)) for name in names}
         parts["sizes"] |= {name: whole.sizes[name] / ways for name in ("block", "block_scaled")}
-        peaks = {region: divided(values, outside.peaks[region]) for region, values in whole.peaks.items()}
+        peaks = {
+            region: divided(values, outside.peaks[region]) for region, values in whole.peaks.items()
+        }
         products: dict[tuple, float] = {}
         for key, count in whole.products.items():
             (kind, rows, k, n, in_fp8), rest = key, outside.products.get(key, 0)
-            narrow = (kind, rows, k, n / ways, in_fp8) if k <= n else (kind, rows, k / ways, n, in_fp8)
+            narrow = (
+                (kind, rows, k, n / ways, in_fp8) if k <= n else (kind, rows, k / ways, n, in_fp8)
+            )
             for shape, number in ((key, rest), (narrow, count - rest)):
                 products[shape] = products.get(shape, 0) + number
-        return StepTrace(**parts, peaks=peaks, products={key: count for key, count in products.items() if count > 1e-9})
+        return StepTrace(
+            **parts,
+            peaks=peaks,
+            products={key: count for key, count in products.items() if count > 1e-9},
+        )
 
     def waiting_bytes(self, workload: Workload, layers: int, batch: int) -> float:
-        """Return the bytes of sums over tensor-parallel devices: two a layer forward, and two backward."""
+        """Return the bytes of sums over tensor-parallel devices: two a layer forward, and two
+        backward."""
         width = getattr(workload.model.config, "hidden_size", 0)
-        sums = (6 if workload.checkpointing else 4) * layers * batch * workload.sequence * width * HALF
+        sums = (
+            (6 if workload.checkpointing else 4) * layers * batch * workload.sequence * width * HALF
+        )
         return 2 * (self.tensor - 1) / self.tensor * sums
 
 
 def highest(trace: StepTrace) -> tuple[str, float]:
     """Return the (region, bytes) of the highest moment."""
-    return max(((region, sum(parts.values())) for region, parts in trace.peaks.items()), key=lambda peak: peak[1])
+    return max(
+        ((region, sum(parts.values())) for region, parts in trace.peaks.items()),
+        key=lambda peak: peak[1],
+    )
 
 
 def _largest(holds: Callable[[int], bool]) -> int:
@@ -357,26 +429,36 @@ class Growth:
     def at(self, layers: float, batch: float) -> StepTrace:
         """Return the trace for this depth and batch.
 
-        Numbers that grow with depth do not depend on the batch, except activations, which are proportional to it.
+        Numbers that grow with depth do not depend on the batch, except activations, which are
+        proportional to it.
         """
 
         def grown(first: Bytes, deeper: Bytes, wider: Bytes) -> Bytes:
             numbers = {}
             for part, value in first.items():
-                by_layer = (deeper[part] - value) * (batch / self.batch if part == ACTIVATIONS else 1)
+                by_layer = (deeper[part] - value) * (
+                    batch / self.batch if part == ACTIVATIONS else 1
+                )
                 by_sample = (wider[part] - value) / self.batch
-                numbers[part] = value + (layers - self.layers) * by_layer + (batch - self.batch) * by_sample
+                numbers[part] = (
+                    value + (layers - self.layers) * by_layer + (batch - self.batch) * by_sample
+                )
             return numbers
 
         traces = (self.first, self.deeper, self.first if batch == self.batch else self.wider())
         names = ("resting", "sizes", "saved", "products")
         parts = {name: grown(*(getattr(trace, name) for trace in traces)) for name in names}
-        peaks = {region: grown(*(trace.peaks[region] for trace in traces)) for region in self.first.peaks}
+        peaks = {
+            region: grown(*(trace.peaks[region] for trace in traces)) for region in self.first.peaks
+        }
         return StepTrace(**parts, peaks=peaks)
 
     @classmethod
-    def traced(cls, workload: Workload, recipe: Recipe | None, sharding: str, backend: str) -> Growth:
-        """Trace a model with few layers if its layers are alike, and with twice the batch once another one is asked."""
+    def traced(
+        cls, workload: Workload, recipe: Recipe | None, sharding: str, backend: str
+    ) -> Growth:
+        """Trace a model with few layers if its layers are alike, and with twice the batch once
+        another one is asked."""
         batch, model = workload.batch or 1, workload.model
         trace = partial(trace_model, workload, recipe, sharding, backend)
         short = model.with_layers(SHORT) if model.grows_evenly else model
@@ -386,7 +468,12 @@ class Growth:
 
 
 def trace_model(
-    workload: Workload, recipe: Recipe | None, sharding: str, backend: str, model: ModelShape, batch: int
+    workload: Workload,
+    recipe: Recipe | None,
+    sharding: str,
+    backend: str,
+    model: ModelShape,
+    batch: int,
 ) -> StepTrace:
     """Trace a step of this model and batch, trained as the workload says."""
     autocast = BASELINES[backend if recipe is None else recipe.autocast_dtype]
@@ -397,27 +484,35 @@ def trace_model(
         recipe=recipe,
         autocast=autocast,
         checkpointing=workload.checkpointing,
-        releases=("scaled" if sharding == "ddp" else "all") if getattr(recipe, "gradient_release", False) else "none",
+        releases=("scaled" if sharding == "ddp" else "all")
+        if getattr(recipe, "gradient_release", False)
+        else "none",
     )
 
     def make_batch() -> dict[str, torch.Tensor]:
         tensors = model.make_batch(batch, workload.sequence)
-        return {name: each.to(dtype) if each.is_floating_point() else each for name, each in tensors.items()}
+        return {
+            name: each.to(dtype) if each.is_floating_point() else each
+            for name, each in tensors.items()
+        }
 
     trace = trace_step(lambda: model.make_model(dtype), make_batch, settings, model.stacks)
     if getattr(recipe, "compute", "") == "te":
         _add_te_codes(trace, recipe, sharding)
     is_wide = dtype == torch.float32
     trace.sizes["weight_width"] = SINGLE if is_wide and not model.lora else HALF
-    trace.sizes["trained_width"] = SINGLE if is_wide or model.lora or sharding in DEEPSPEED else HALF
+    trace.sizes["trained_width"] = (
+        SINGLE if is_wide or model.lora or sharding in DEEPSPEED else HALF
+    )
     packs = getattr(recipe, "saved_activations", "off") != "off"
     trace.sizes["packed"] = trace.saved[ACTIVATIONS] / batch if packs else 0.0
     return trace
 
 
 def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
-    """Add the weight codes that TransformerEngine keeps beyond its native equivalent: two copies before Blackwell, for
-    fprop and dgrad, of which from O3 on the first is the weight; none of plain weights gathered by FSDP2."""
+    """Add the weight codes that TransformerEngine keeps beyond its native equivalent: two copies
+    before Blackwell, for fprop and dgrad, of which from O3 on the first is the weight; none of
+    plain weights gathered by FSDP2."""
     in_fp8 = WEIGHT.get(recipe.level) == torch.float8_e4m3fn
     copies = 1 if in_fp8 and recipe.scaling in ("delayed", "dynamic") else 2
     if sharding == "fsdp2" and recipe.level == "O0":
@@ -425,7 +520,13 @@ def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
     more = copies * trace.sizes["converted"] - trace.saved[CODES]
     trace.saved[CODES] += more
     in_backward = "backward of the head", "backward of the last block"
-    for region in trace.peaks.keys() & {"forward", "forward of the last block", "loss", *in_backward}:  # all are live
+    # all are live
+    for region in trace.peaks.keys() & {
+        "forward",
+        "forward of the last block",
+        "loss",
+        *in_backward,
+    }:
         trace.peaks[region][CODES] += more
 
 
@@ -444,22 +545,32 @@ GATHERED = 2
 
 
 class Rank:
-    """One of `ranks` ranks, each with the traced batch (for DeepSpeed with bf16 weights and no autocast)."""
+    """One of `ranks` ranks, each with the traced batch (for DeepSpeed with bf16 weights and no
+    autocast)."""
 
     def __init__(
-        self, trace: StepTrace, sharding: str, ranks: int, recipe: Recipe | None, shards: int | None = None
+        self,
+        trace: StepTrace,
+        sharding: str,
+        ranks: int,
+        recipe: Recipe | None,
+        shards: int | None = None,
     ) -> None:
         self.trace, self.sharding, self.ranks, self.shards = trace, sharding, ranks, shards or ranks
         self.shares_states = recipe is not None and recipe.shares_states
         self.sends_fp8 = recipe is not None and recipe.comm == "fp8"
-        self.scaled_width = 0 if recipe is None or recipe.level == "O0" else WEIGHT[recipe.level].itemsize
+        self.scaled_width = (
+            0 if recipe is None or recipe.level == "O0" else WEIGHT[recipe.level].itemsize
+        )
         """Bytes of an element of a scaled weight in products; 0 without scaled weights."""
         self.gathers_codes = recipe is not None and compute_of(recipe).gathers_codes(recipe)
 
     def step(self) -> StepTrace:
         trace = self.trace
         peaks = {region: self._holds_in(region, parts) for region, parts in trace.peaks.items()}
-        return replace(trace, resting=self._holds(trace.resting), saved=self._holds(trace.saved), peaks=peaks)
+        return replace(
+            trace, resting=self._holds(trace.resting), saved=self._holds(trace.saved), peaks=peaks
+        )
 
     def _holds(self, parts: Bytes) -> Bytes:
         parts, sizes, ranks = dict(parts), self.trace.sizes, self.shards
@@ -493,7 +604,8 @@ class Rank:
         goes_back = region.startswith("backward")
         if self.sharding in ("fsdp2", "zero3"):
             width = 1 if self.gathers_codes else self.scaled_width
-            block = width * sizes["block_scaled"] + HALF * (sizes["block"] - sizes["block_scaled"])  # as gathered
+            # as gathered
+            block = width * sizes["block_scaled"] + HALF * (sizes["block"] - sizes["block_scaled"])
             held[WEIGHTS] += HALF * sizes["outside"] + GATHERED * block
             held[GRADIENTS] += GATHERED * HALF * sizes["block"] if goes_back else 0
         elif self.sharding == "ddp" and self.ranks > 1 and goes_back:
@@ -503,8 +615,9 @@ class Rank:
         return held
 
     def _in_flight(self, region: str) -> float:
-        """Return the bytes of scaled weights' gradients in flight under DDP: they wait in high precision for a full
-        bucket (at the latest after the first blocks), and go into messages, or are copied for a plain sum."""
+        """Return the bytes of scaled weights' gradients in flight under DDP: they wait in high
+        precision for a full bucket (at the latest after the first blocks), and go into messages, or
+        are copied for a plain sum."""
         sizes = self.trace.sizes
         bucket = min(SINGLE * sizes["scaled"], max(DDP_BUCKET, SINGLE * sizes["largest_scaled"]))
         is_full = region not in ("backward of the head", "backward of the last block")
@@ -512,17 +625,33 @@ class Rank:
             return 0.0
         if not self.sends_fp8:
             return 2 * bucket
-        messages = 2 * FP8_MESSAGE + SINGLE / self.ranks  # sent, received, and this rank's part in FP32
+        # sent, received, and this rank's part in FP32
+        messages = 2 * FP8_MESSAGE + SINGLE / self.ranks
         return bucket * (1 + messages / SINGLE)
 
     def work(self, plain: dict[str, float], batch: int, waits: float) -> StepWork:
         """Return this rank's work in a step; `plain` has the flows of the same step in bf16."""
-        sizes, owned = self.trace.sizes, 1 / self.shards if self.sharding in ("fsdp2", *DEEPSPEED) else 1
+        sizes, owned = (
+            self.trace.sizes,
+            1 / self.shards if self.sharding in ("fsdp2", *DEEPSPEED) else 1,
+        )
         scaled = owned / self.ranks if self.sharding == "ddp" and self.shares_states else owned
         trained = owned * (sizes["trained"] - sizes["scaled"]) + scaled * sizes["scaled"]
-        width = self.scaled_width or (HALF if self.sharding in ("fsdp2", "zero3") else int(sizes["weight_width"]))
+        width = self.scaled_width or (
+            HALF if self.sharding in ("fsdp2", "zero3") else int(sizes["weight_width"])
+        )
         sent, flows = self.sent_bytes(), {name: plain[name] for name in FLOWS}
-        parts = (self.trace.products, flows, batch, trained, scaled * sizes["scaled"], width, sent, waits, self.ranks)
+        parts = (
+            self.trace.products,
+            flows,
+            batch,
+            trained,
+            scaled * sizes["scaled"],
+            width,
+            sent,
+            waits,
+            self.ranks,
+        )
         return StepWork(*parts, sizes["packed"] * batch, int(sizes["trained_width"]))
 
     def sent_bytes(self) -> float:
@@ -535,15 +664,22 @@ class Rank:
         if self.sharding == "ddp":
             if self.sends_fp8 and not scaled:  # DDP's communication hook takes all
                 return states + 2 * share * FP8_MESSAGE * trained
-            gradients = sizes["plain_gradients"] + scaled * (FP8_MESSAGE if self.sends_fp8 else SINGLE)
+            gradients = sizes["plain_gradients"] + scaled * (
+                FP8_MESSAGE if self.sends_fp8 else SINGLE
+            )
             owned = scaled if self.shares_states else 0
             return states + 2 * share * gradients + share * owned * self.scaled_width
         if self.sharding == "fsdp2":
-            narrow, width = (sizes["converted"], 1) if self.gathers_codes else (scaled, self.scaled_width)
+            narrow, width = (
+                (sizes["converted"], 1) if self.gathers_codes else (scaled, self.scaled_width)
+            )
             weights = width * narrow + HALF * (sizes["parameters"] - narrow)
-            again = weights - HALF * sizes["outside"]  # in backward; parameters outside the blocks stay gathered
+            # in backward; parameters outside the blocks stay gathered
+            again = weights - HALF * sizes["outside"]
             width, replicas = FP8_MESSAGE if self.sends_fp8 else HALF, self.ranks / self.shards
-            between = 2 * (1 - 1 / replicas) * trained * width / self.shards  # sums of shards over the machines
+            # sums of shards over the machines
+            between = 2 * (1 - 1 / replicas) * trained * width / self.shards
             return states + share * (weights + again + trained * width) + between
-        passes = 3 if self.sharding == "zero3" else 2  # gradients; weights, with ZeRO-3 in forward and in backward
+        # gradients; weights, with ZeRO-3 in forward and in backward
+        passes = 3 if self.sharding == "zero3" else 2
         return states + passes * share * HALF * trained

@@ -23,15 +23,23 @@ from ...words import counted, first_line, shortened
 _TOKENS, _IMAGES, _SPECTROGRAMS = "input_ids", "pixel_values", "input_features"
 _WITH_LOSS = {
     _TOKENS: (
-        *("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining"),
+        *(
+            "ForCausalLM",
+            "LMHeadModel",
+            "ForMaskedLM",
+            "ForConditionalGeneration",
+            "ForPreTraining",
+        ),
         "ForSequenceClassification",
     ),
     _IMAGES: ("ForImageClassification",),
     _SPECTROGRAMS: ("ForConditionalGeneration",),
 }
-"""Main input, and endings of classes that take it with `labels`, for tokens or samples, and return a loss."""
+"""Main input, and endings of classes that take it with `labels`, for tokens or samples, and return
+a loss."""
 _SIZES = {_IMAGES: ("num_channels",), _SPECTROGRAMS: ("num_mel_bins", "max_source_positions")}
-"""Fields of a configuration with the size of an input; a model of images and texts has them in a nested one."""
+"""Fields of a configuration with the size of an input; a model of images and texts has them in a
+nested one."""
 IMAGE_SIZE = 224
 """Pixels of a side, if the configuration has none (ResNet): the size of its training."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -56,7 +64,8 @@ class ModelShape:
     config: Any
     """Of transformers."""
     lora: int = 0
-    """Rank of PEFT's adapters on all Linears but the head, in FP32; the rest is frozen, in bf16. 0: all is trained."""
+    """Rank of PEFT's adapters on all Linears but the head, in FP32; the rest is frozen, in bf16. 0:
+    all is trained."""
 
     @property
     def layers(self) -> int:
@@ -64,8 +73,13 @@ class ModelShape:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest sequence, or for a model of speech the longest transcript; None without a limit."""
-        return getattr(self.config, "max_target_positions", getattr(self.config, "max_position_embeddings", None))
+        """Tokens of the longest sequence, or for a model of speech the longest transcript; None
+        without a limit."""
+        return getattr(
+            self.config,
+            "max_target_positions",
+            getattr(self.config, "max_position_embeddings", None),
+        )
 
     def with_layers(self, layers: int) -> ModelShape:
         """Return the same shape with this depth, for encoder and decoder alike."""
@@ -78,33 +92,43 @@ class ModelShape:
         return replace(self, config=config)
 
     def make_model(self, dtype: torch.dtype) -> nn.Module:
-        """Build it with random weights on the default device. Raises `FP8BackendError` if transformers cannot."""
+        """Build it with random weights on the default device. Raises `FP8BackendError` if
+        transformers cannot."""
         config = copy.deepcopy(self.config)
-        for name in ("decoder_start_token_id", "pad_token_id"):  # a decoder derives its input from labels with them
+        # a decoder derives its input from labels with them
+        for name in ("decoder_start_token_id", "pad_token_id"):
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
         try:
             if self.lora:
                 return _with_adapters(
-                    lambda: _model_class(config)._from_config(config, dtype=torch.bfloat16), self.lora
+                    lambda: _model_class(config)._from_config(config, dtype=torch.bfloat16),
+                    self.lora,
                 )
             return _model_class(config)._from_config(config, dtype=dtype)
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-            raise FP8BackendError(f"transformers cannot make this model: {first_line(error)}") from error
+            raise FP8BackendError(
+                f"transformers cannot make this model: {first_line(error)}"
+            ) from error
 
     @property
     def reads_tokens(self) -> bool:
         return _model_class(self.config).main_input_name != _IMAGES
 
     def make_batch(self, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-        """Return the arguments of the forward, all zeros: token ids, images or spectrograms, with labels."""
+        """Return the arguments of the forward, all zeros: token ids, images or spectrograms, with
+        labels."""
         model_class, config = _model_class(self.config), self.config
         is_classifier = model_class.__name__.endswith("Classification")
         labels = torch.zeros((batch,) if is_classifier else (batch, sequence), dtype=torch.long)
         first = model_class.main_input_name
         if first == _TOKENS:
             return {first: torch.zeros(batch, sequence, dtype=torch.long), "labels": labels}
-        shape = (config.num_channels, *self._image) if first == _IMAGES else (config.num_mel_bins, self._frames)
+        shape = (
+            (config.num_channels, *self._image)
+            if first == _IMAGES
+            else (config.num_mel_bins, self._frames)
+        )
         return {first: torch.zeros(batch, *shape), "labels": labels}
 
     def samples(self, batch: int, sequence: int) -> str:
@@ -128,10 +152,12 @@ class ModelShape:
 
     @property
     def _frames(self) -> int:
-        return 2 * self.config.max_source_positions  # a convolution halves them before they get positions
+        # a convolution halves them before they get positions
+        return 2 * self.config.max_source_positions
 
     def stacks(self, model: nn.Module) -> list[list[nn.Module]]:
-        """Return the repeated layers (of encoder and decoder) if they are alike except the first, else []."""
+        """Return the repeated layers (of encoder and decoder) if they are alike except the first,
+        else []."""
         if any(getattr(self.config, name, self.layers) != self.layers for name in _DECODER_LAYERS):
             return []
         parts = [model.get_encoder(), model.get_decoder()] if self._is_encoder_decoder else [model]
@@ -139,9 +165,13 @@ class ModelShape:
         return stacks if all(stacks) else []
 
     def _blocks(self, part: nn.Module) -> list[nn.Module]:
-        lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers]
+        lists = [
+            m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers
+        ]
         largest = max(lists, key=count_elements, default=())
-        kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in largest[1:]}
+        kinds = {
+            tuple((name, p.shape) for name, p in block.named_parameters()) for block in largest[1:]
+        }
         return list(largest) if len(kinds) <= 1 else []
 
     @functools.cached_property
@@ -164,12 +194,14 @@ class ModelShape:
 
 
 def _with_adapters(make_base: Callable[[], nn.Module], rank: int) -> nn.Module:
-    """Add PEFT's adapters on the meta device, as PEFT cannot move fake tensors; fill all with zeros on the default
-    device. Raises `FP8BackendError` without PEFT."""
+    """Add PEFT's adapters on the meta device, as PEFT cannot move fake tensors; fill all with zeros
+    on the default device. Raises `FP8BackendError` without PEFT."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise FP8BackendError(f"an estimate with LoRA needs PEFT: pip install peft ({error})") from None
+        raise FP8BackendError(
+            f"an estimate with LoRA needs PEFT: pip install peft ({error})"
+        ) from None
     device = torch.empty(0).device
     with unset_fake_temporarily(), torch.device("meta"):
         model = make_base()
@@ -183,7 +215,9 @@ def _with_adapters(make_base: Callable[[], nn.Module], rank: int) -> nn.Module:
                 filled[id(parameter)] = nn.Parameter(new, parameter.requires_grad)
             module._parameters[name] = filled.get(id(parameter))
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device=device)
+            module._buffers[name] = (
+                None if buffer is None else torch.zeros_like(buffer, device=device)
+            )
     return model
 
 
@@ -192,18 +226,22 @@ def count_elements(model: nn.Module) -> int:
 
 
 def from_transformers(name: str | Path) -> ModelShape:
-    """Read a `config.json`, its folder, or a cached model, without network access. Raises `FP8BackendError`."""
+    """Read a `config.json`, its folder, or a cached model, without network access. Raises
+    `FP8BackendError`."""
     from transformers import AutoConfig
 
     is_file = os.path.exists(name)
     try:
-        config = AutoConfig.from_pretrained(Path(name) if is_file else str(name), local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            Path(name) if is_file else str(name), local_files_only=True
+        )
     except Exception as error:  # transformers raises anything for a broken file
         reason = "not a configuration that transformers reads"
         if not is_file:
             reason = (
-                "no such config.json or folder, and no model of this name in the local cache of transformers. Nothing "
-                "is fetched: download its config.json and name the file, or give --params"
+                "no such config.json or folder, and no model of this name in the local cache of "
+                "transformers. Nothing is fetched: download its config.json and name the file, or "
+                "give --params"
             )
         raise FP8BackendError(f"{shortened(str(name))}: {reason} ({first_line(error)})") from error
     config.use_cache = False
@@ -212,19 +250,26 @@ def from_transformers(name: str | Path) -> ModelShape:
 
 
 def from_parameters(count: float) -> ModelShape:
-    """Return a Llama of about this many parameters with the proportions of Llama 3 and a separate head."""
+    """Return a Llama of about this many parameters with the proportions of Llama 3 and a separate
+    head."""
     from transformers import LlamaConfig
 
     vocabulary, step = (128256, 256) if count >= LARGE else (32000, 64)
 
     def sized(hidden: int) -> tuple[float, dict[str, int]]:
-        mlp, heads = int(3.5 * hidden), hidden // (128 if hidden % 128 == 0 and hidden >= 1024 else 64)
+        mlp, heads = (
+            int(3.5 * hidden),
+            hidden // (128 if hidden % 128 == 0 and hidden >= 1024 else 64),
+        )
         key_value_heads = next(each for each in (8, 4, 2, 1) if heads % each == 0)
         per_layer = hidden * (2 * hidden + 2 * (key_value_heads * hidden // heads) + 3 * mlp + 2)
         layers = round((count - 2 * vocabulary * hidden) / per_layer)
         if layers < 1:
             return math.inf, {}
-        parameters, proportion = layers * per_layer + 2 * vocabulary * hidden, hidden / layers / ASPECT
+        parameters, proportion = (
+            layers * per_layer + 2 * vocabulary * hidden,
+            hidden / layers / ASPECT,
+        )
         sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
         sizes |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
         # a percent of parameters weighs as much as a tenth of the proportions
@@ -232,19 +277,23 @@ def from_parameters(count: float) -> ModelShape:
 
     _, sizes = min(map(sized, range(step, 32 * 1024, step)), key=lambda candidate: candidate[0])
     if not sizes:
-        raise FP8BackendError(f"{count:.3g} parameters are too few for a Llama with {vocabulary} tokens")
+        raise FP8BackendError(
+            f"{count:.3g} parameters are too few for a Llama with {vocabulary} tokens"
+        )
     plain = {"max_position_embeddings": 2**20, "tie_word_embeddings": False, "use_cache": False}
     config = LlamaConfig(vocab_size=vocabulary, **sizes, **plain)
     shape = ModelShape("", config)
     shape.title = (
         f"Llama of {counted(config.num_hidden_layers, 'layer')}, width {config.hidden_size}, "
-        f"MLP {config.intermediate_size}, {vocabulary} tokens ({readable_count(shape.parameters)} parameters)"
+        f"MLP {config.intermediate_size}, {vocabulary} tokens ({readable_count(shape.parameters)} "
+        "parameters)"
     )
     return shape
 
 
 def parse_count(text: str) -> float:
-    """Read a number of parameters such as 8B, 350M or 1.5e9. Raises `FP8BackendError` for anything else."""
+    """Read a number of parameters such as 8B, 350M or 1.5e9. Raises `FP8BackendError` for anything
+    else."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
     try:
         count = float(match[1]) * _UNITS.get(match[2].upper(), 1)
@@ -252,7 +301,8 @@ def parse_count(text: str) -> float:
         count = 0
     if not 1e5 <= count <= 1e15:
         raise FP8BackendError(
-            f"--params {shortened(text)}: a number of parameters such as 8B, 350M or 1.5e9, from 100K to 1000T"
+            f"--params {shortened(text)}: a number of parameters such as 8B, 350M or 1.5e9, from "
+            "100K to 1000T"
         )
     return count
 
@@ -272,22 +322,30 @@ _TABLES = (
 
 
 def _model_class(config: Any) -> Any:
-    """Return a class for training, named by the configuration or of its type. Raises `FP8BackendError`."""
+    """Return a class for training, named by the configuration or of its type. Raises
+    `FP8BackendError`."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
     kind = getattr(config, "model_type", "?")
     tables = reversed(_TABLES) if getattr(config, "is_encoder_decoder", False) else _TABLES
-    names = [*(getattr(config, "architectures", None) or ()), *(getattr(auto, table).get(kind) for table in tables)]
+    names = [
+        *(getattr(config, "architectures", None) or ()),
+        *(getattr(auto, table).get(kind) for table in tables),
+    ]
     classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
-    for model_class in filter(None, classes):  # the first whose forward makes a loss of one input of known size
+    # the first whose forward makes a loss of one input of known size
+    for model_class in filter(None, classes):
         first = getattr(model_class, "main_input_name", None)
         arguments = inspect.signature(model_class.forward).parameters
-        has_labels = "labels" in arguments and not any(name.endswith("_label") for name in arguments)
+        has_labels = "labels" in arguments and not any(
+            name.endswith("_label") for name in arguments
+        )
         is_sized = all(hasattr(config, field) for field in _SIZES.get(first, ()))
         if model_class.__name__.endswith(_WITH_LOSS.get(first, ())) and has_labels and is_sized:
             return model_class
     raise FP8BackendError(
-        f"model type {kind!r}: transformers has no class with a loss for it that estimates are made of: language "
-        "models (causal, masked, encoder-decoder, speech to text), and classifiers of texts or images"
+        f"model type {kind!r}: transformers has no class with a loss for it that estimates are "
+        "made of: language models (causal, masked, encoder-decoder, speech to text), and "
+        "classifiers of texts or images"
     )

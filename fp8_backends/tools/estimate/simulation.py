@@ -1,8 +1,10 @@
-"""Simulate a training step of one of many ranks under PyTorch's fake process group: its collectives and its memory.
+"""Simulate a training step of one of many ranks under PyTorch's fake process group: its collectives
+and its memory.
 
-`RankTraining` wraps, prepares and steps a model on the process group of this process, real or fake. `simulate` runs it
-on fake tensors as rank 0, which has the largest shards. Alike layers are traced with four and five of them: each region
-of a step grows by the same bytes with every further one. DDP's buckets do not end with layers: it is traced whole.
+`RankTraining` wraps, prepares and steps a model on the process group of this process, real or fake.
+`simulate` runs it on fake tensors as rank 0, which has the largest shards. Alike layers are traced
+with four and five of them: each region of a step grows by the same bytes with every further one.
+DDP's buckets do not end with layers: it is traced whole.
 """
 
 from __future__ import annotations
@@ -42,9 +44,11 @@ from .model_shapes import ModelShape
 from .step_trace import ACTIVATIONS, GRADIENTS, Bytes, Regions
 
 REPLICATE, SHARD, TENSOR = DIMENSIONS = ("replicate", "shard", "tp")
-"""Mesh dimensions in order: replicas (DDP, with the second HSDP), shards (FSDP2), parts of layers."""
+"""Mesh dimensions in order: replicas (DDP, with the second HSDP), shards (FSDP2), parts of
+layers."""
 FEW = 4
-"""Layers of the shorter model to extrapolate from: the first two and the last two have regions of their own."""
+"""Layers of the shorter model to extrapolate from: the first two and the last two have regions of
+their own."""
 
 
 class Traffic(NamedTuple):
@@ -63,9 +67,11 @@ class Traffic(NamedTuple):
 
 
 class Collectives(TorchDispatchMode):
-    """Count this thread's collectives, those of its backward passes and of DDP's reducer included, at c10d's operators.
+    """Count this thread's collectives, those of its backward passes and of DDP's reducer included,
+    at c10d's operators.
 
-    `seen` maps (mesh dimension, kind) to `Traffic`. Raises `FP8BackendError` for a collective of unknown traffic.
+    `seen` maps (mesh dimension, kind) to `Traffic`. Raises `FP8BackendError` for a collective of
+    unknown traffic.
     """
 
     def __init__(self, mesh: dist.DeviceMesh) -> None:
@@ -78,7 +84,10 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             names = (argument.name for argument in func._schema.arguments)
-            self._count(func._schema.name.partition("::")[2], dict(zip(names, args, strict=False)) | (kwargs or {}))
+            self._count(
+                func._schema.name.partition("::")[2],
+                dict(zip(names, args, strict=False)) | (kwargs or {}),
+            )
         return func(*args, **(kwargs or {}))
 
     def _count(self, operator: str, arguments: dict[str, Any]) -> None:
@@ -94,18 +103,28 @@ class Collectives(TorchDispatchMode):
         elif isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         ranks = tuple(dist.get_process_group_ranks(group))
-        inputs = next(value for name, value in arguments.items() if name.startswith(("input", "tensor")))
-        size = sum(tensor.nbytes for tensor in tree_iter(inputs) if isinstance(tensor, torch.Tensor))
+        inputs = next(
+            value for name, value in arguments.items() if name.startswith(("input", "tensor"))
+        )
+        size = sum(
+            tensor.nbytes for tensor in tree_iter(inputs) if isinstance(tensor, torch.Tensor)
+        )
         key = self._names.get(ranks, counted(len(ranks), "rank")), kind
         before = self.seen.get(key, Traffic(0, 0, len(ranks), kind))
         self.seen[key] = before._replace(calls=before.calls + 1, bytes=before.bytes + size)
 
 
 class RankTraining:
-    """This rank's training of a new model by a recipe (None: no FP8), on a mesh with `DIMENSIONS`, as by Accelerate."""
+    """This rank's training of a new model by a recipe (None: no FP8), on a mesh with `DIMENSIONS`,
+    as by Accelerate."""
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe | None, autocast: Any, mesh: dist.DeviceMesh, checkpointing: bool = False
+        self,
+        model: nn.Module,
+        recipe: Recipe | None,
+        autocast: Any,
+        mesh: dist.DeviceMesh,
+        checkpointing: bool = False,
     ) -> None:
         self.inner, names = model.train(), mesh.mesh_dim_names
         if checkpointing:
@@ -120,16 +139,23 @@ class RankTraining:
         if SHARD in names:
             _shard(model, mesh[tuple(name for name in names if name != TENSOR)], autocast)
         elif REPLICATE in names:
-            self.ddp = DistributedDataParallel(model, process_group=mesh.get_group(REPLICATE), init_sync=False)
+            self.ddp = DistributedDataParallel(
+                model, process_group=mesh.get_group(REPLICATE), init_sync=False
+            )
         self.model = self.ddp or model
-        groups: dict[Any, list[nn.Parameter]] = {}  # PyTorch steps only parameters of one mesh together
+        # PyTorch steps only parameters of one mesh together
+        groups: dict[Any, list[nn.Parameter]] = {}
         for parameter in self.model.parameters():
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        self.optimizer = torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": group} for group in groups.values()], lr=1e-4, fused=True
+        )
         if recipe is not None:
             preparation.prepare(self.model, self.optimizer, recipe)
 
-    def step(self, batch: dict[str, torch.Tensor], enter: Callable[[str], object] = lambda region: None) -> None:
+    def step(
+        self, batch: dict[str, torch.Tensor], enter: Callable[[str], object] = lambda region: None
+    ) -> None:
         """Make a step, and call `enter` with the names of its regions."""
         enter("forward")
         outputs = self.model(**batch)
@@ -153,12 +179,22 @@ def _share_layers(model: nn.Module, mesh: dist.DeviceMesh) -> None:
     }
     plan = getattr(model, "tp_plan", None) or {}
     if not plan or not styles.keys() >= {*plan.values()}:
-        reason = f"the styles {listed(sorted({*plan.values()} - styles.keys()))}" if plan else "no tp_plan"
-        raise FP8BackendError(f"{type(model).__name__} has {reason}, which no simulation knows: leave tp out")
+        reason = (
+            f"the styles {listed(sorted({*plan.values()} - styles.keys()))}"
+            if plan
+            else "no tp_plan"
+        )
+        raise FP8BackendError(
+            f"{type(model).__name__} has {reason}, which no simulation knows: leave tp out"
+        )
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(model.config, name, 0) or 0) % mesh.size():
-            raise FP8BackendError(f"tp:{mesh.size()} does not divide {name}={heads}: heads are not split")
-    parallelize_module(model, mesh, {name: styles[style]() for name, style in plan.items()}, src_data_rank=None)
+            raise FP8BackendError(
+                f"tp:{mesh.size()} does not divide {name}={heads}: heads are not split"
+            )
+    parallelize_module(
+        model, mesh, {name: styles[style]() for name, style in plan.items()}, src_data_rank=None
+    )
 
 
 def _shard(model: nn.Module, mesh: dist.DeviceMesh, dtype: torch.dtype | None) -> None:
@@ -189,16 +225,19 @@ class Simulation:
 
 
 def simulate(workload: Workload, backend: str | Recipe, mesh: Mapping[str, int]) -> Simulation:
-    """Simulate a step of `workload` on rank 0 of a mesh such as `{"shard": 128, "tp": 8}`, with sizes of `DIMENSIONS`.
+    """Simulate a step of `workload` on rank 0 of a mesh such as `{"shard": 128, "tp": 8}`, with
+    sizes of `DIMENSIONS`.
 
-    Lifetimes are those of a GPU's tensors in the order of calls, with none of the allocator's or NCCL's own memory.
+    Lifetimes are those of a GPU's tensors in the order of calls, with none of the allocator's or
+    NCCL's own memory.
 
     Args:
         workload: `devices` and `memory` are not read.
         backend: a backend string or a recipe, or "bf16", "fp16" or "fp32" for training without FP8.
 
     Raises:
-        RecipeError: an unknown backend or mesh dimension, or a recipe that does not support this mesh.
+        RecipeError: an unknown backend or mesh dimension, or a recipe that does not support this
+            mesh.
         FP8BackendError: a process group is running, or the step cannot be traced.
     """
     began, name = time.perf_counter(), str(backend).lower()
@@ -208,8 +247,8 @@ def simulate(workload: Workload, backend: str | Recipe, mesh: Mapping[str, int])
     workload.check_sequence()
     if dist.is_initialized():
         raise FP8BackendError(
-            "a process group is running, and a simulation takes its place: simulate in another process, or after "
-            "torch.distributed.destroy_process_group()"
+            "a process group is running, and a simulation takes its place: simulate in another "
+            "process, or after torch.distributed.destroy_process_group()"
         )
     recipe = None if name in BASELINES else resolve(backend)
     shape, is_ddp = workload.model, SHARD not in sizes and REPLICATE in sizes
@@ -275,14 +314,19 @@ def _trace(
             tracker.peak_totals.clear()
             collectives.seen.clear()
             batch = shape.make_batch(workload.batch, workload.sequence)
-            training.step({key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}, enter)
-        tracker.peaks["step"][ACTIVATIONS] = 0  # kernels make no copies; the levels' eager code and torch 2.11 do
+            training.step(
+                {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()},
+                enter,
+            )
+        # kernels make no copies; the levels' eager code and torch 2.11 do
+        tracker.peaks["step"][ACTIVATIONS] = 0
     return Simulation(collectives.seen, tracker.peaks)
 
 
 @contextlib.contextmanager
 def _fake_ranks(sizes: dict[str, int]) -> Iterator[dist.DeviceMesh]:
-    """Be rank 0 of a mesh of fake ranks, announce nothing, and leave garbage: its time would differ between traces."""
+    """Be rank 0 of a mesh of fake ranks, announce nothing, and leave garbage: its time would differ
+    between traces."""
     level, collects = logger.level, gc.isenabled()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes.values()))
     try:
@@ -311,14 +355,21 @@ def _reduce_without_values(ddp: DistributedDataParallel | None) -> None:
 
 
 class _RealIndices(TorchDispatchMode):
-    """Keep integers with values real: meshes read their ranks, and DDP the indices of its buckets."""
+    """Keep integers with values real: meshes read their ranks, and DDP the indices of its
+    buckets."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default and tuple(types) == (FakeTensor,):  # of each of 1,024 shards
+        # of each of 1,024 shards
+        if func is torch.ops.prim.device.default and tuple(types) == (FakeTensor,):
             return FakeTensor.__torch_dispatch__(func, types, args)
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
-        is_real = all(type(tensor) is torch.Tensor and not tensor.is_floating_point() for tensor in tensors)
+        is_real = all(
+            type(tensor) is torch.Tensor and not tensor.is_floating_point() for tensor in tensors
+        )
         if not tensors:
-            is_real = func is torch.ops.aten.empty.memory_format and (kwargs or {}).get("dtype") == torch.int32
+            is_real = (
+                func is torch.ops.aten.empty.memory_format
+                and (kwargs or {}).get("dtype") == torch.int32
+            )
         with _disable_current_modes() if is_real else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))

@@ -1,6 +1,8 @@
-"""Predict the seconds of a training step: a sum of parts, each a formula over traced shapes and bytes.
+"""Predict the seconds of a training step: a sum of parts, each a formula over traced shapes and
+bytes.
 
-`compute.rates` has every constant with its source; docs/speed.rst compares predictions with published runs.
+`compute.rates` has every constant with its source; docs/speed.rst compares predictions with
+published runs.
 """
 
 from __future__ import annotations
@@ -68,14 +70,16 @@ class StepWork:
 
 
 def step_time(work: StepWork, recipe: Recipe | None, chip: Rates, compiled: bool) -> StepTime:
-    """Sum the parts of a step. The interval is the spread of the calibrating steps, from rates of a short run to rates
-    under a sustained load of products."""
+    """Sum the parts of a step. The interval is the spread of the calibrating steps, from rates of a
+    short run to rates under a sustained load of products."""
     parts, hot = (parts_of(work, recipe, chip, compiled, sustained) for sustained in (False, True))
     spread = math.exp(spread_of(chip))
     return StepTime(parts, sum(parts.values()) / spread, sum(hot.values()) * spread, chip.source)
 
 
-def speedup(one: StepWork, recipe: Recipe | None, plain: StepWork, chip: Rates, compiled: bool) -> tuple[float, ...]:
+def speedup(
+    one: StepWork, recipe: Recipe | None, plain: StepWork, chip: Rates, compiled: bool
+) -> tuple[float, ...]:
     """Return the low, predicted and high speed of a recipe over the plain work in bf16."""
     cool, hot = (
         sum(parts_of(plain, None, chip, compiled, sustained).values())
@@ -86,9 +90,11 @@ def speedup(one: StepWork, recipe: Recipe | None, plain: StepWork, chip: Rates, 
     return min(cool, hot) / spread, cool, max(cool, hot) * spread
 
 
-def parts_of(work: StepWork, recipe: Recipe | None, chip: Rates, compiled: bool, sustained: bool) -> dict[str, float]:
-    """Return the seconds of each part: products by curves, casts and optimizer by bytes and launches, attention by
-    FLOPs, wire by bytes with overlap."""
+def parts_of(
+    work: StepWork, recipe: Recipe | None, chip: Rates, compiled: bool, sustained: bool
+) -> dict[str, float]:
+    """Return the seconds of each part: products by curves, casts and optimizer by bytes and
+    launches, attention by FLOPs, wire by bytes with overlap."""
     compute, scaling = ("", "") if recipe is None else (recipe.compute, recipe.scaling)
     kinds, casts = kinds_of(compute, scaling), casts_of(compute, scaling, compiled)
     seconds = dict.fromkeys(PARTS, 0.0)
@@ -97,17 +103,29 @@ def parts_of(work: StepWork, recipe: Recipe | None, chip: Rates, compiled: bool,
     for (product, rows, k, n, in_fp8), count in work.products.items():
         m = rows * work.batch
         kind = kinds[product] if in_fp8 else BF16
-        seconds["products"] += count * product_seconds(kind, *shape_of(product, m, k, n), chip, sustained)
+        seconds["products"] += count * product_seconds(
+            kind, *shape_of(product, m, k, n), chip, sustained
+        )
         if product == "fprop":
             linears[in_fp8] += count
         if in_fp8:
-            weight = k * n * (casts.bytes + casts.reads * (work.weight_bytes - 2)) if product == "fprop" else 0
-            cast_bytes += count * (weight + casts.bytes * m * {"fprop": k, "dgrad": n, "wgrad": 0}[product])
+            weight = (
+                k * n * (casts.bytes + casts.reads * (work.weight_bytes - 2))
+                if product == "fprop"
+                else 0
+            )
+            cast_bytes += count * (
+                weight + casts.bytes * m * {"fprop": k, "dgrad": n, "wgrad": 0}[product]
+            )
         elif work.weight_bytes == 4 and product != "dgrad":
             cast_bytes += count * 6 * k * n  # autocast's cast of the weight, or of its gradient
     launches = launches * (constant("compiled launches") if compiled else 1)
-    cast_launches = linears[True] * casts.launches * (constant("compiled launches") if compiled else 1)
-    seconds["casts"] = memory_seconds(cast_bytes + 6 * work.packed, chip) + cast_launches * constant("launch") / 2
+    cast_launches = (
+        linears[True] * casts.launches * (constant("compiled launches") if compiled else 1)
+    )
+    seconds["casts"] = (
+        memory_seconds(cast_bytes + 6 * work.packed, chip) + cast_launches * constant("launch") / 2
+    )
     attention = work.batch * (work.flows["attention"] + work.flows["attention_backward"])
     seconds["attention"] = attention / (constant("attention") * chip.bf16)
     fused = constant("fused head") if getattr(recipe, "fused_head", False) else 1
@@ -121,10 +139,14 @@ def parts_of(work: StepWork, recipe: Recipe | None, chip: Rates, compiled: bool,
     seconds["optimizer"] += memory_seconds(9 * work.scaled, chip) if level != "O0" else 0
     computing = sum(seconds.values())
     wire = wire_seconds(work.sent, work.devices, chip)
-    seconds["wire"] = max(constant("exposed") * wire, wire - computing) + wire_seconds(work.waits, 1, chip)
+    seconds["wire"] = max(constant("exposed") * wire, wire - computing) + wire_seconds(
+        work.waits, 1, chip
+    )
     if not compiled:
         host = work.flows["calls"] * constant("launch") / 2 + linears[False] * constant("host bf16")
-        host += linears[True] * constant(f"host {compute}") if compute in ("native", "te", "ao") else 0
+        host += (
+            linears[True] * constant(f"host {compute}") if compute in ("native", "te", "ao") else 0
+        )
         seconds["host"] = max(0.0, host - sum(seconds.values()))
     return seconds
 
@@ -132,10 +154,17 @@ def parts_of(work: StepWork, recipe: Recipe | None, chip: Rates, compiled: bool,
 def spread_of(chip: Rates, ratios: bool = False) -> float:
     """Return the half width of the interval of log seconds, or of the log of FP8 / bf16."""
     measured = constant("spread of ratios" if ratios else "spread of seconds")
-    return math.hypot(measured, 0 if chip is H200 else constant("spread by roofline") / (3 if ratios else 1))
+    return math.hypot(
+        measured, 0 if chip is H200 else constant("spread by roofline") / (3 if ratios else 1)
+    )
 
 
 def wire_seconds(sent: float, devices: int, chip: Rates) -> float:
-    """Return the seconds of a device's messages in rings, which use the networks of all devices of a machine."""
-    network = min(chip.link, DEVICES_OF_A_MACHINE * chip.network) if devices > DEVICES_OF_A_MACHINE else chip.link
+    """Return the seconds of a device's messages in rings, which use the networks of all devices of
+    a machine."""
+    network = (
+        min(chip.link, DEVICES_OF_A_MACHINE * chip.network)
+        if devices > DEVICES_OF_A_MACHINE
+        else chip.link
+    )
     return sent / (constant("wire") * network)

@@ -1,4 +1,5 @@
-"""Trace one training step on fake tensors: the sizes and lifetimes of all tensors, without a kernel's scratch."""
+"""Trace one training step on fake tensors: the sizes and lifetimes of all tensors, without a
+kernel's scratch."""
 
 import contextlib
 import inspect
@@ -14,7 +15,11 @@ from typing import Literal, NamedTuple
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -40,12 +45,14 @@ from ..terminal import FEATURES
 from .model_shapes import count_elements
 
 PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
-"""Uses of memory. `copies` of weights are autocast's, `codes` FP8; `activations`: all other tensors of a step."""
+"""Uses of memory. `copies` of weights are autocast's, `codes` FP8; `activations`: all other tensors
+of a step."""
 WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
 
 FLOWS = ("attention", "attention_backward", "moved", "moved_outside", "calls")
-"""Work of a step besides products with weights, of a sample: FLOPs of attention; bytes read and written by other
-kernels, in and outside the blocks that repeat; and the number of these kernels, of a batch."""
+"""Work of a step besides products with weights, of a sample: FLOPs of attention; bytes read and
+written by other kernels, in and outside the blocks that repeat; and the number of these kernels, of
+a batch."""
 
 _KERNELS = frozenset(
     inspect.unwrap(function).__code__
@@ -54,9 +61,12 @@ _KERNELS = frozenset(
         cross_entropy, AdamSteps.run, AdamSteps.amaxes, AdamSteps.write, AdamSteps.write_copies,
     )
 )  # fmt: skip
-"""Code of functions with one GPU kernel. Fake tensors run their reference, whose FP32 copies no kernel makes."""
+"""Code of functions with one GPU kernel. Fake tensors run their reference, whose FP32 copies no
+kernel makes."""
 
-_PRODUCTS = frozenset({"mm", "addmm", "_grouped_mm", "_scaled_mm", "convolution", "convolution_backward"})
+_PRODUCTS = frozenset(
+    {"mm", "addmm", "_grouped_mm", "_scaled_mm", "convolution", "convolution_backward"}
+)
 """Operators with weights, which the products of a trace count."""
 
 MOST_ANSWERS = 20_000
@@ -74,7 +84,8 @@ class Storage(NamedTuple):
 class MemoryTracker(TorchDispatchMode):
     """Count live storages by part, and keep the highest moment of each region of the step.
 
-    Fake tensors have no values: `item()` returns 1, or False for a boolean, since code asks for errors that way.
+    Fake tensors have no values: `item()` returns 1, or False for a boolean, since code asks for
+    errors that way.
     """
 
     def __init__(self) -> None:
@@ -99,7 +110,8 @@ class MemoryTracker(TorchDispatchMode):
                 self._change(storage._cdata, known._replace(size=storage.nbytes()))
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # no operator: FSDP2 allocates and frees gathered weights by it
+        # no operator: FSDP2 allocates and frees gathered weights by it
+        torch.UntypedStorage.resize_ = resize_
         return super().__enter__()
 
     def __exit__(self, *error) -> None:
@@ -125,20 +137,33 @@ class MemoryTracker(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             self._answers += 1
             if self._answers > MOST_ANSWERS:
-                raise FP8BackendError("the code of the model asks for values of tensors without end, and here are none")
+                raise FP8BackendError(
+                    "the code of the model asks for values of tensors without end, and here are "
+                    "none"
+                )
             dtype = args[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.aten._grouped_mm.default:
             # PyTorch multiplies fake tensors of experts only in bf16, real ones in every dtype
-            out = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **(kwargs or {})).to(args[0].dtype)
+            out = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **(kwargs or {})).to(
+                args[0].dtype
+            )
         else:
             out = func(*args, **(kwargs or {}))
         operands = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
         storages = [self._storages.get(tensor.untyped_storage()._cdata) for tensor in operands]
         parts = {ACTIVATIONS if storage is None else storage.part for storage in storages}
-        from_weights = parts <= {WEIGHTS, MASTER, BUFFERS, COPIES, CODES} and parts not in (set(), {BUFFERS})
+        from_weights = parts <= {WEIGHTS, MASTER, BUFFERS, COPIES, CODES} and parts not in (
+            set(),
+            {BUFFERS},
+        )
         if not from_weights:
-            self._note_flow(func, args, operands, [each for each in tree_iter(out) if isinstance(each, torch.Tensor)])
+            self._note_flow(
+                func,
+                args,
+                operands,
+                [each for each in tree_iter(out) if isinstance(each, torch.Tensor)],
+            )
         for tensor in tree_iter(out):
             has_memory = isinstance(tensor, torch.Tensor) and not tensor.is_meta
             if has_memory and tensor.untyped_storage()._cdata not in self._storages:
@@ -148,21 +173,29 @@ class MemoryTracker(TorchDispatchMode):
                 self.assign(tensor, _copies(tensor))
         return out
 
-    def _note_flow(self, func: torch._ops.OpOverload, args: tuple, operands: list, results: list) -> None:
+    def _note_flow(
+        self, func: torch._ops.OpOverload, args: tuple, operands: list, results: list
+    ) -> None:
         name = func._schema.name.removeprefix("aten::")
         if "dot_product" in name:
             goes_back = "backward" in name
             query, key = args[goes_back : goes_back + 2]
             causal = 0.5 if any(each is True for each in args) else 1
             flops = 4 * query.numel() * key.shape[-2] * causal
-            self.flows["attention_backward" if goes_back else "attention"] += flops * (2.5 if goes_back else 1)
+            self.flows["attention_backward" if goes_back else "attention"] += flops * (
+                2.5 if goes_back else 1
+            )
         elif name in ("bmm", "baddbmm"):
             self.flows["attention"] += 2 * results[0].numel() * args[-1].shape[-2]
-        elif name not in _PRODUCTS and not any(each.shape in self.weight_shapes for each in results):
+        elif name not in _PRODUCTS and not any(
+            each.shape in self.weight_shapes for each in results
+        ):
             known = {each.untyped_storage()._cdata for each in operands}
             new = [each for each in results if each.untyped_storage()._cdata not in known]
             if operands and (new or func._schema.is_mutable):
-                sizes = [min(each.nbytes, each.untyped_storage().nbytes()) for each in (*operands, *new)]
+                sizes = [
+                    min(each.nbytes, each.untyped_storage().nbytes()) for each in (*operands, *new)
+                ]
                 self.flows["moved" if "block" in self.region else "moved_outside"] += sum(sizes)
                 self.flows["calls"] += 1
 
@@ -217,16 +250,19 @@ class StepTrace:
     sizes: dict[str, float]
     """Elements, bytes and FLOPs of the model: see `_sizes`."""
     saved: Bytes = field(default_factory=dict)
-    """`copies`, `codes` and `activations` between forward and backward, and `gradients` after it."""
+    """`copies`, `codes` and `activations` between forward and backward, and `gradients` after
+    it."""
     peaks: dict[str, Bytes] = field(default_factory=dict)
     products: dict[tuple, float] = field(default_factory=dict)
-    """Number of products by (kind, rows of a sample, in, out, is in FP8): kind is one of `counts.KINDS`."""
+    """Number of products by (kind, rows of a sample, in, out, is in FP8): kind is one of
+    `counts.KINDS`."""
 
 
 @dataclass(kw_only=True)
 class StepSettings:
     recipe: Recipe | None
-    """None: no FP8. TransformerEngine, which runs only on GPUs, is traced as its native equivalent."""
+    """None: no FP8. TransformerEngine, which runs only on GPUs, is traced as its native
+    equivalent."""
     autocast: torch.dtype | None = torch.bfloat16
     """Dtype of products outside FP8; None: that of the weights."""
     checkpointing: bool = False
@@ -240,28 +276,38 @@ def trace_step(
     settings: StepSettings,
     find_stacks: Callable[[nn.Module], list[list[nn.Module]]] = lambda model: [],
 ) -> StepTrace:
-    """Trace a training step of AdamW with its states in place. The model's forward returns a loss, alone or first.
+    """Trace a training step of AdamW with its states in place. The model's forward returns a loss,
+    alone or first.
 
-    `find_stacks` lists the blocks that repeat in depth, for the regions of the trace. Raises `FP8BackendError` if the
-    model's code depends on values, or its step fails.
+    `find_stacks` lists the blocks that repeat in depth, for the regions of the trace. Raises
+    `FP8BackendError` if the model's code depends on values, or its step fails.
     """
     with on_fake_tensors(make_model) as (model, tracker):
         return _Step(model, settings, tracker).trace(make_batch, find_stacks)
 
 
 @contextlib.contextmanager
-def on_fake_tensors(make_model: Callable[[], nn.Module]) -> Iterator[tuple[nn.Module, MemoryTracker]]:
-    """Run the body on fake tensors, with a model in training mode. Raises `FP8BackendError` as `trace_step`."""
+def on_fake_tensors(
+    make_model: Callable[[], nn.Module],
+) -> Iterator[tuple[nn.Module, MemoryTracker]]:
+    """Run the body on fake tensors, with a model in training mode. Raises `FP8BackendError` as
+    `trace_step`."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.device("cpu"), MemoryTracker() as tracker:
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True) as fake,
+            torch.device("cpu"),
+            MemoryTracker() as tracker,
+        ):
             model = make_model().train()
-            fake.fake_tensor_converter.tensor_memo.clear()  # its weak references prevent replacing a weight
+            # its weak references prevent replacing a weight
+            fake.fake_tensor_converter.tensor_memo.clear()
             with _attending_without_padding(model):
                 yield model, tracker
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise FP8BackendError(
-            f"the memory of this model cannot be told without running it: its code asks for values of tensors "
-            f"({error.func if hasattr(error, 'func') else error}), as mixtures of experts do that loop over experts"
+            "the memory of this model cannot be told without running it: its code asks for values "
+            f"of tensors ({error.func if hasattr(error, 'func') else error}), as mixtures of "
+            "experts do that loop over experts"
         ) from error
     except FP8BackendError:
         raise
@@ -272,13 +318,15 @@ def on_fake_tensors(make_model: Callable[[], nn.Module]) -> Iterator[tuple[nn.Mo
 
 
 UNPADDED = "sdpa_without_padding"
-"""Name of transformers' own `scaled_dot_product_attention`, with masks for batches without padding."""
+"""Name of transformers' own `scaled_dot_product_attention`, with masks for batches without
+padding."""
 
 
 @contextlib.contextmanager
 def _attending_without_padding(model: nn.Module) -> Iterator[None]:
-    """Let causal language models of transformers mask a batch without padding, mostly with no mask: for fake tensors
-    they always create one, of the square of the sequence, as they cannot see packed sequences in them."""
+    """Let causal language models of transformers mask a batch without padding, mostly with no mask:
+    for fake tensors they always create one, of the square of the sequence, as they cannot see
+    packed sequences in them."""
     changed = []
     if "transformers" in sys.modules:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -286,7 +334,9 @@ def _attending_without_padding(model: nn.Module) -> Iterator[None]:
         from transformers.masking_utils import sdpa_mask
 
         AttentionInterface.register(UNPADDED, sdpa_attention_forward)
-        AttentionMaskInterface.register(UNPADDED, lambda **given: sdpa_mask(**given | {"allow_is_causal_skip": True}))
+        AttentionMaskInterface.register(
+            UNPADDED, lambda **given: sdpa_mask(**given | {"allow_is_causal_skip": True})
+        )
         models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         causal = [each for each in models if type(each).__name__.endswith("ForCausalLM")]
         changed = [each for each in causal if each.config._attn_implementation == "sdpa"]
@@ -300,17 +350,24 @@ def _attending_without_padding(model: nn.Module) -> Iterator[None]:
 
 
 def traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
-    """Return the recipe, for TransformerEngine its native equivalent. Raises `FP8BackendError` without FP8 layers."""
+    """Return the recipe, for TransformerEngine its native equivalent. Raises `FP8BackendError`
+    without FP8 layers."""
     expected = conversion.expected(model, recipe)
     if not expected.converted and recipe.on_unproven == "raise":
         reasons = "; ".join(dict.fromkeys(expected.high_precision.values()))
-        raise FP8BackendError(f"no layer of this model can run in FP8: {reasons or 'it has no Linear'}")
+        raise FP8BackendError(
+            f"no layer of this model can run in FP8: {reasons or 'it has no Linear'}"
+        )
     if recipe.compute != "te":
         return recipe
     chosen = set(expected.converted)
     return FP8RecipeKwargs(
         backend=recipe.name.replace("te:", "native:", 1),
-        layers={name: str(word).replace("te:", "native:") for name, word in (recipe.layers or {}).items()} or None,
+        layers={
+            name: str(word).replace("te:", "native:")
+            for name, word in (recipe.layers or {}).items()
+        }
+        or None,
         module_filter_func=lambda module, name: name in chosen,
         on_unproven=recipe.on_unproven,
         **{name: getattr(recipe, name) for name in FEATURES},
@@ -322,7 +379,8 @@ def enable_checkpointing(model: nn.Module) -> None:
 
 
 def run_in_autocast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Run the forward as Accelerate does: in autocast, with outputs in FP32. None: change nothing."""
+    """Run the forward as Accelerate does: in autocast, with outputs in FP32. None: change
+    nothing."""
     if dtype is not None:
         forward = torch.autocast("cpu", dtype)(type(model).forward)
         model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)
@@ -358,10 +416,14 @@ class _Step:
         regions = Regions(tracker, stacks)
         tracker.peaks.clear()
         tracker.peak_totals.clear()
-        trace = StepTrace(resting=dict(tracker.live), sizes=_sizes(self.model, self.optimizer, sum(stacks, [])))
+        trace = StepTrace(
+            resting=dict(tracker.live), sizes=_sizes(self.model, self.optimizer, sum(stacks, []))
+        )
         tracker.enter("forward")
         tracker.flows.clear()
-        tracker.weight_shapes = {parameter.shape for parameter in self.model.parameters() if parameter.dim() > 1}
+        tracker.weight_shapes = {
+            parameter.shape for parameter in self.model.parameters() if parameter.dim() > 1
+        }
         meter = WorkMeter(self.model, find_weight_products(self.model))
         batch = make_batch()
         samples = len(next(iter(batch.values())))
@@ -370,7 +432,9 @@ class _Step:
         del batch, outputs
         regions.goes_back = True
         tracker.enter("backward of the head")
-        trace.saved = {part: tracker.live[part] - trace.resting[part] for part in (COPIES, CODES, ACTIVATIONS)}
+        trace.saved = {
+            part: tracker.live[part] - trace.resting[part] for part in (COPIES, CODES, ACTIVATIONS)
+        }
         loss.backward()
         meter.detach()
         if roots := conversion.prepared_roots(self.model):
@@ -380,7 +444,9 @@ class _Step:
         else:
             needed, in_fp8 = sum(seen.flops for seen in meter.work.values()), 0.0
         trace.sizes |= {"flops": needed / samples, "flops_fp8": in_fp8 / samples}
-        per_sample = {name: flow / (1 if name == "calls" else samples) for name, flow in tracker.flows.items()}
+        per_sample = {
+            name: flow / (1 if name == "calls" else samples) for name, flow in tracker.flows.items()
+        }
         trace.sizes |= dict.fromkeys(FLOWS, 0.0) | per_sample
         trace.products = self._products(meter.work, samples, sum(stacks, []))
         del loss
@@ -393,24 +459,43 @@ class _Step:
         trace.peaks = tracker.peaks
         return trace
 
-    def _products(self, work: dict[str, Work], samples: int, blocks: list[nn.Module]) -> dict[tuple, float]:
+    def _products(
+        self, work: dict[str, Work], samples: int, blocks: list[nn.Module]
+    ) -> dict[tuple, float]:
         """Count the products of a step by kind and shape; recomputed ones twice."""
         roots = conversion.prepared_roots(self.model)
         prepared = roots[0][2] if roots else None
         high = prepared.compute.high_precision_products(prepared.recipe) if prepared else ()
-        found = prepared.report.products if prepared else [each.product for each in find_weight_products(self.model)]
-        trains = {plain_name(name): p.requires_grad for name, p in self.model.named_parameters(remove_duplicate=False)}
+        found = (
+            prepared.report.products
+            if prepared
+            else [each.product for each in find_weight_products(self.model)]
+        )
+        trains = {
+            plain_name(name): p.requires_grad
+            for name, p in self.model.named_parameters(remove_duplicate=False)
+        }
         inside = {id(part) for block in blocks for part in block.modules()}
-        again = {plain_name(name) for name, part in self.model.named_modules() if id(part) in inside or not blocks}
+        again = {
+            plain_name(name)
+            for name, part in self.model.named_modules()
+            if id(part) in inside or not blocks
+        }
         counts: dict[tuple, float] = defaultdict(float)
         for product in found:
             seen = work.get(product.name)
             if seen is None or not seen.rows:
                 continue
             number = seen.flops / (2 * seen.rows * product.in_features * product.out_features)
-            weight = product.name if product.name in trains else f"{product.name}.weight".lstrip(".")
+            weight = (
+                product.name if product.name in trains else f"{product.name}.weight".lstrip(".")
+            )
             recomputes = self.settings.checkpointing and product.name in again
-            needed = {FPROP: 1 + recomputes, DGRAD: seen.input_gradient, WGRAD: trains.get(weight, True)}
+            needed = {
+                FPROP: 1 + recomputes,
+                DGRAD: seen.input_gradient,
+                WGRAD: trains.get(weight, True),
+            }
             for kind, times in needed.items():
                 in_fp8 = product.state == FP8 and kind not in high
                 key = (kind, seen.rows / samples, product.in_features, product.out_features, in_fp8)
@@ -418,10 +503,14 @@ class _Step:
         return {key: count for key, count in counts.items() if count}
 
 
-def create_states(tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def create_states(
+    tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     """Create the optimizer's states before its first step."""
     assign_parts(tracker, model, optimizer)
-    trained = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    trained = [
+        (group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    ]
     if isinstance(optimizer, ScaledStates):
         for group, parameter in trained:
             if optimizer.owns(parameter):
@@ -434,7 +523,9 @@ def create_states(tracker: MemoryTracker, model: nn.Module, optimizer: torch.opt
     assign_parts(tracker, model, optimizer)
 
 
-def assign_parts(tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def assign_parts(
+    tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     """Assign all tensors between two steps to their parts: those of no other part are buffers."""
     for parameter in model.parameters():
         tracker.assign(parameter, WEIGHTS)
@@ -451,8 +542,8 @@ def assign_parts(tracker: MemoryTracker, model: nn.Module, optimizer: torch.opti
 
 
 class Regions:
-    """Tell the tracker the region of the step. The outer blocks of a stack have their own regions: live bytes grow or
-    fall evenly from block to block."""
+    """Tell the tracker the region of the step. The outer blocks of a stack have their own regions:
+    live bytes grow or fall evenly from block to block."""
 
     def __init__(self, tracker: MemoryTracker, stacks: list[list[nn.Module]]) -> None:
         self.tracker, self.goes_back = tracker, False
@@ -463,15 +554,21 @@ class Regions:
         last = len(blocks) - 1
         names = {1: "second", last - 1: "next to last", 0: "first", last: "last"}
         for number, block in enumerate(blocks):
-            name = f"{whose} {names[number]} block" if number in names else f"{whose} blocks between"
+            name = (
+                f"{whose} {names[number]} block" if number in names else f"{whose} blocks between"
+            )
             block.register_forward_pre_hook(lambda *_, name=name: self._enter(f"forward of {name}"))
             block.register_forward_hook(
-                lambda _, args, output, name=name: self._enter_in_backward(output, f"backward of {name}")
+                lambda _, args, output, name=name: self._enter_in_backward(
+                    output, f"backward of {name}"
+                )
             )
         blocks[0].register_forward_hook(
             lambda _, args, output: self._enter_in_backward(args, f"backward of {whose} embedding")
         )
-        blocks[last].register_forward_hook(lambda *_: self._enter("loss" if whose == "the" else "forward"))
+        blocks[last].register_forward_hook(
+            lambda *_: self._enter("loss" if whose == "the" else "forward")
+        )
 
     def _enter(self, region: str) -> None:
         if not self.goes_back:  # else checkpointing recomputes the block
@@ -484,16 +581,24 @@ class Regions:
                 tensor.grad_fn.register_prehook(lambda _: self.tracker.enter(region))
 
 
-def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.Module]) -> dict[str, float]:
+def _sizes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.Module]
+) -> dict[str, float]:
     """Return the sizes for sharding and communication.
 
-    In elements: `parameters`, `trained`, `scaled` (trained and stored in scaled precision), `largest_scaled`,
-    `converted` (in FP8 products), `scaling_states` (reduced over ranks), `block` and `block_scaled` (of the largest
-    block), `outside` (the blocks). In bytes: `scaled_states` (moments of scaled weights).
+    In elements: `parameters`, `trained`, `scaled` (trained and stored in scaled precision),
+    `largest_scaled`, `converted` (in FP8 products), `scaling_states` (reduced over ranks), `block`
+    and `block_scaled` (of the largest block), `outside` (the blocks). In bytes: `scaled_states`
+    (moments of scaled weights).
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     scaled = [p for p in trained if isinstance(p, ScaledTensor)]
-    states = [value for p in scaled for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
+    states = [
+        value
+        for p in scaled
+        for value in optimizer.state[p].values()
+        if isinstance(value, torch.Tensor)
+    ]
     block = max(blocks, key=count_elements, default=model)
     sizes = {
         "parameters": count_elements(model),
@@ -510,5 +615,7 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer, blocks: list[nn.M
     for _, root, prepared in conversion.prepared_roots(model):
         for layer in prepared.compute.converted_layers(root).values():
             sizes["converted"] += layer.weight.numel()
-        sizes["scaling_states"] += sum(state.numel() for state in prepared.compute.scaling_buffers(root))
+        sizes["scaling_states"] += sum(
+            state.numel() for state in prepared.compute.scaling_buffers(root)
+        )
     return sizes

@@ -9,7 +9,8 @@ import installing
 import pytest
 
 HERE = Path(__file__).parent
-collect_ignore = [] if "TRITON_SITE" in os.environ else ["inside", "ahead"]  # by test_triton_processes.py
+# by test_triton_processes.py
+collect_ignore = [] if "TRITON_SITE" in os.environ else ["inside", "ahead"]
 
 
 @pytest.fixture(scope="session")

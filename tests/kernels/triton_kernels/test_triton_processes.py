@@ -1,5 +1,5 @@
-"""Run the tests that need Triton in two processes: `inside` runs kernels in its interpreter, on tensors of the CPU;
-`ahead` compiles them for compute capability 9.0.
+"""Run the tests that need Triton in two processes: `inside` runs kernels in its interpreter, on
+tensors of the CPU; `ahead` compiles them for compute capability 9.0.
 
 Run them directly, with Triton in FOLDER:
 
@@ -34,9 +34,23 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 def test_triton_process_passes(folder, variables, marked, triton_site, subtests, tmp_path):
     results = tmp_path / "results.xml"
     path = os.pathsep.join([str(triton_site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables |= {"TRITON_SITE": str(triton_site), "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    variables |= {
+        "TRITON_SITE": str(triton_site),
+        "PYTHONPATH": path,
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+    }
     process = warm_process.run(
-        *("-m", "pytest", str(HERE / folder), "-q", "-m", marked, "-p", "no:cacheprovider", f"--junitxml={results}"),
+        *(
+            "-m",
+            "pytest",
+            str(HERE / folder),
+            "-q",
+            "-m",
+            marked,
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={results}",
+        ),
         env=os.environ | variables,
         cwd=HERE.parents[2],
         timeout=290,

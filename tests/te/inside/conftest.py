@@ -1,4 +1,5 @@
-"""Run TransformerEngine's Python over the stand-in in this process, before any test module is imported."""
+"""Run TransformerEngine's Python over the stand-in in this process, before any test module is
+imported."""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ class FP32LayerNorm(nn.LayerNorm):
     """Override LayerNorm's forward with the same function."""
 
     def forward(self, x):
-        return nn.functional.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps).to(x.dtype)
+        return nn.functional.layer_norm(
+            x.float(), self.normalized_shape, self.weight, self.bias, self.eps
+        ).to(x.dtype)
 
 
 class NoisyLayerNorm(nn.LayerNorm):

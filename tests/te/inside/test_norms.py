@@ -8,7 +8,14 @@ import pickle
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from te_norm_classes import ClassEpsNorm, FP32LayerNorm, GatedRMSNorm, MeanAbsNorm, NoisyLayerNorm, ScaleNorm
+from te_norm_classes import (
+    ClassEpsNorm,
+    FP32LayerNorm,
+    GatedRMSNorm,
+    MeanAbsNorm,
+    NoisyLayerNorm,
+    ScaleNorm,
+)
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -33,7 +40,10 @@ LEFT = {
     "no affine": (lambda: nn.LayerNorm(N, elementwise_affine=False), "no weight"),
     "no bias": (lambda: nn.LayerNorm(N, bias=False), "no bias"),
     "RMSNorm without eps": (lambda: nn.RMSNorm(N), "eps=None"),
-    "RMSNorm without affine": (lambda: nn.RMSNorm(N, eps=1e-5, elementwise_affine=False), "no weight"),
+    "RMSNorm without affine": (
+        lambda: nn.RMSNorm(N, eps=1e-5, elementwise_affine=False),
+        "no weight",
+    ),
     "FP64": (lambda: nn.LayerNorm(N, dtype=torch.float64), "float64"),
     "another formula": (lambda: ScaleNorm(N), "neither LayerNorm nor RMSNorm"),
     "nearly the formula": (lambda: MeanAbsNorm(N), "neither LayerNorm nor RMSNorm"),
@@ -74,10 +84,12 @@ def results(norm: nn.Module) -> list[torch.Tensor]:
     return [y, *torch.autograd.grad((y * values().flip(1)).sum(), wanted)]
 
 
-@pytest.mark.parametrize("make", [*LAYER_NORMS.values(), *RMS_NORMS.values()], ids=[*LAYER_NORMS, *RMS_NORMS])
+@pytest.mark.parametrize(
+    "make", [*LAYER_NORMS.values(), *RMS_NORMS.values()], ids=[*LAYER_NORMS, *RMS_NORMS]
+)
 def test_norm_becomes_transformer_engines_with_same_values(make):
-    """Both sides sum 32 terms in FP32, so results differ by a few units in the last place; 1e-5 of the largest entry is
-    84 of them."""
+    """Both sides sum 32 terms in FP32, so results differ by a few units in the last place; 1e-5 of
+    the largest entry is 84 of them."""
     model = Model(make())
     original, parameters, state = (
         type(model.norm),
@@ -88,9 +100,13 @@ def test_norm_becomes_transformer_engines_with_same_values(make):
     prepare(model, None, "te")
     norm = model.norm
     is_layer_norm = make in LAYER_NORMS.values()
-    assert isinstance(norm, te.LayerNorm if is_layer_norm else te.RMSNorm) and isinstance(norm, original)
+    assert isinstance(norm, te.LayerNorm if is_layer_norm else te.RMSNorm) and isinstance(
+        norm, original
+    )
     assert all(norm._parameters[name] is parameter for name, parameter in parameters.items())
-    assert [(each.name, each.swapped, each.reason) for each in norms_of(model)] == [("norm", True, None)]
+    assert [(each.name, each.swapped, each.reason) for each in norms_of(model)] == [
+        ("norm", True, None)
+    ]
     assert model.state_dict().keys() == state.keys()
     model.load_state_dict(state, strict=True)
     for ours, theirs in zip(results(norm), expected, strict=True):
@@ -117,7 +133,9 @@ def test_norm_with_replaced_forward_stays():
     model = Model(nn.LayerNorm(N))
     model.norm.forward = lambda x: x
     prepare(model, None, "te")
-    assert "replaced on the instance" in norms_of(model)[0].reason and type(model.norm) is nn.LayerNorm
+    assert (
+        "replaced on the instance" in norms_of(model)[0].reason and type(model.norm) is nn.LayerNorm
+    )
 
 
 def test_shared_frozen_and_hooked_norms_survive():
@@ -129,19 +147,31 @@ def test_shared_frozen_and_hooked_norms_survive():
     model.other = nn.Identity()
     model.other.tied = model.norm.weight
     prepare(model, None, "te")
-    assert model.again is model.norm and not model.norm.weight.requires_grad and model.other.tied is model.norm.weight
+    assert (
+        model.again is model.norm
+        and not model.norm.weight.requires_grad
+        and model.other.tied is model.norm.weight
+    )
     assert [(norm.name, *norm.aliases) for norm in norms_of(model)] == [("norm", "again")]
     model(values()).sum().backward()
-    assert calls == ["hook"] and model.norm.weight.grad is None and model.linear.weight.grad is not None
+    assert (
+        calls == ["hook"]
+        and model.norm.weight.grad is None
+        and model.linear.weight.grad is not None
+    )
 
 
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "twin", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"]
+)
 def test_copies_are_independent_swapped_norms(twin):
     model = Model(LlamaRMSNorm(N))
     prepare(model, None, "te")
     other = twin(model)
     assert type(other.norm) is type(model.norm) and other.norm.weight is not model.norm.weight
-    assert all(torch.equal(a, b) for a, b in zip(results(other.norm), results(model.norm), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(results(other.norm), results(model.norm), strict=True)
+    )
     restore(other)
     assert type(other.norm) is LlamaRMSNorm and isinstance(model.norm, te.RMSNorm)
 
@@ -149,7 +179,10 @@ def test_copies_are_independent_swapped_norms(twin):
 def test_exclude_applies_to_norms_and_only_te_swaps_them():
     model = Model(nn.LayerNorm(N))
     prepare(model, None, {"backend": "te", "exclude": ["norm"]})
-    assert norms_of(model)[0].reason == "left out by exclude='norm'" and type(model.norm) is nn.LayerNorm
+    assert (
+        norms_of(model)[0].reason == "left out by exclude='norm'"
+        and type(model.norm) is nn.LayerNorm
+    )
     for backend in ("native:dynamic", "native:delayed"):
         model = Model(nn.LayerNorm(N))
         prepare(model, None, backend)
@@ -163,13 +196,17 @@ def test_preparing_again_swaps_only_new_norms():
     model.second = nn.RMSNorm(N, eps=1e-6)
     prepare(model, None, "te")
     assert type(model.norm) is kind and isinstance(model.second, te.RMSNorm)
-    assert [(each.name, each.swapped) for each in norms_of(model)] == [("norm", True), ("second", True)]
+    assert [(each.name, each.swapped) for each in norms_of(model)] == [
+        ("norm", True),
+        ("second", True),
+    ]
     restore(model)
     assert type(model.norm) is nn.LayerNorm and type(model.second) is nn.RMSNorm
 
 
 def test_dtypes_match_transformer_engine():
-    """The result has the autocast dtype; without autocast the weight's. An empty batch is no error."""
+    """The result has the autocast dtype; without autocast the weight's. An empty batch is no
+    error."""
     model = Model(nn.LayerNorm(N))
     prepare(model, None, "te")
     with torch.autocast("cpu", torch.bfloat16):
@@ -194,7 +231,9 @@ def test_evaluation_is_unchanged_unless_configured(in_eval):
         expected = model.norm(values())
         prepare(model, None, {"backend": "te", "use_autocast_during_eval": in_eval})
         found = model.norm(values())
-    assert expected.dtype == torch.float32 and found.dtype == (torch.bfloat16 if in_eval else torch.float32)
+    assert expected.dtype == torch.float32 and found.dtype == (
+        torch.bfloat16 if in_eval else torch.float32
+    )
     assert in_eval or torch.equal(found, expected)
 
 

@@ -1,15 +1,19 @@
-"""Compare delayed scaling of `native` with TransformerEngine's own Python: histories, scales and codes, step by step.
+"""Compare delayed scaling of `native` with TransformerEngine's own Python: histories, scales and
+codes, step by step.
 
-Both sides get the same tensors. TransformerEngine's side is real Python from its wheel: recipe states, quantizers, the
-global buffers of FP8GlobalStateManager, and the update at the exit of `te.autocast`. That update has two forms:
+Both sides get the same tensors. TransformerEngine's side is real Python from its wheel: recipe
+states, quantizers, the global buffers of FP8GlobalStateManager, and the update at the exit of
+`te.autocast`. That update has two forms:
 
-- fused, the default: one kernel. Here it is the stand-in's transcription of the kernel (`standin/delayed.py`), so
-  these tests prove `native` equal to the transcription; only a GPU can prove the transcription equal to the kernel.
-- unfused (NVTE_UNFUSED_FP8_UPDATE=1): TransformerEngine's own `_amax_and_scale_update`. It matches the kernel as long
-  as every step records an amax above zero and no scale over- or underflows. Otherwise it differs: after a step without
-  amax it rolls a zero in, and the kernel keeps history and scale. Besides, its division `fp8_max / amax` is torch's
-  `amax.reciprocal() * fp8_max`: rounded twice; the kernel rounds once. Scales are then equal bitwise for power-of-two
-  amaxes, and within 2**-23 of each other for all.
+- fused, the default: one kernel. Here it is the stand-in's transcription of the kernel
+  (`standin/delayed.py`), so these tests prove `native` equal to the transcription; only a GPU can
+  prove the transcription equal to the kernel.
+- unfused (NVTE_UNFUSED_FP8_UPDATE=1): TransformerEngine's own `_amax_and_scale_update`. It matches
+  the kernel as long as every step records an amax above zero and no scale over- or underflows.
+  Otherwise it differs: after a step without amax it rolls a zero in, and the kernel keeps history
+  and scale. Besides, its division `fp8_max / amax` is torch's `amax.reciprocal() * fp8_max`:
+  rounded twice; the kernel rounds once. Scales are then equal bitwise for power-of-two amaxes, and
+  within 2**-23 of each other for all.
 """
 
 from __future__ import annotations
@@ -31,13 +35,19 @@ from fp8_backends.formats.formats import RECIPE_FORMATS
 from fp8_backends.formats.scaling import GRAD_OUTPUT, HISTORY, INPUT, SCALE, WEIGHT
 from fp8_backends.kernels.quantize import quantize
 
-STEPS, LAYERS = 80, 1  # the longest history but one is filled twice; several layers: test_oracle_training
+# the longest history but one is filled twice; several layers: test_oracle_training
+STEPS, LAYERS = 80, 1
 LENGTHS_AND_MARGINS = [(1, 0), (2, 3), (3, -2), (31, 1), (1024, 0)]
-RULES = [*(("max", each) for each in LENGTHS_AND_MARGINS), ("most_recent", (2, 3)), ("most_recent", (1024, 0))]
+RULES = [
+    *(("max", each) for each in LENGTHS_AND_MARGINS),
+    ("most_recent", (2, 3)),
+    ("most_recent", (1024, 0)),
+]
 
 
 class TransformerEngineLayers:
-    """The delayed state of some layers, as `te.Linear` holds it: input and weight forward, gradient backward."""
+    """The delayed state of some layers, as `te.Linear` holds it: input and weight forward, gradient
+    backward."""
 
     def __init__(self, recipe: DelayedScaling) -> None:
         FP8GlobalStateManager.reset()
@@ -45,7 +55,8 @@ class TransformerEngineLayers:
         self.metas = [self._meta() for _ in range(LAYERS)]
 
     def _meta(self) -> dict:
-        sizes = {"scaling_fwd": ("forward", 3), "scaling_bwd": ("backward", 2)}  # as for one product
+        # as for one product
+        sizes = {"scaling_fwd": ("forward", 3), "scaling_bwd": ("backward", 2)}
         states = {
             key: RecipeState.create(self.recipe, mode=mode, num_quantizers=size, device="cpu")
             for key, (mode, size) in sizes.items()
@@ -53,13 +64,16 @@ class TransformerEngineLayers:
         return {"recipe": self.recipe, "fp8_group": None, **states}
 
     def step(self, tensors: list[list[list[torch.Tensor]]]) -> list[torch.Tensor]:
-        """Return the codes of all casts, forward first. tensors: [layer][INPUT, WEIGHT, GRAD_OUTPUT]."""
+        """Return the codes of all casts, forward first. tensors: [layer][INPUT, WEIGHT,
+        GRAD_OUTPUT]."""
         codes = []
         with autocast(recipe=self.recipe):
             for meta, (inputs, weights, _) in zip(self.metas, tensors, strict=True):
                 FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
                 quantizers = meta["scaling_fwd"].make_quantizers()
-                codes += [quantizers[0](x)._data for x in inputs] + [quantizers[1](w)._data for w in weights]
+                codes += [quantizers[0](x)._data for x in inputs] + [
+                    quantizers[1](w)._data for w in weights
+                ]
         for meta, (_, _, gradients) in zip(self.metas, tensors, strict=True):
             codes += [meta["scaling_bwd"].make_quantizers()[0](dy)._data for dy in gradients]
         FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
@@ -82,8 +96,17 @@ class NativeLayers:
         self.rule = torch.tensor([forward.max, forward.max, gradient.max]), margin, algorithm, 1
 
     def step(self, tensors: list[list[list[torch.Tensor]]]) -> list[torch.Tensor]:
-        codes = [self._cast(layer, t, x) for layer in range(LAYERS) for t in (INPUT, WEIGHT) for x in tensors[layer][t]]
-        codes += [self._cast(layer, GRAD_OUTPUT, dy) for layer in range(LAYERS) for dy in tensors[layer][GRAD_OUTPUT]]
+        codes = [
+            self._cast(layer, t, x)
+            for layer in range(LAYERS)
+            for t in (INPUT, WEIGHT)
+            for x in tensors[layer][t]
+        ]
+        codes += [
+            self._cast(layer, GRAD_OUTPUT, dy)
+            for layer in range(LAYERS)
+            for dy in tensors[layer][GRAD_OUTPUT]
+        ]
         self.states = scaling.rolled_delayed_states(self.states, *self.rule)
         return codes
 
@@ -111,8 +134,11 @@ def with_value(rng: random.Random, value: float) -> torch.Tensor:
 
 
 def any_tensors(rng: random.Random) -> list[torch.Tensor]:
-    """Return the values of one tensor of a layer in one step: several microbatches, one, or none."""
-    kind = rng.choice(["finite"] * 4 + ["skipped", "zeros", "inf", "nan", "all nan", "tiny", "huge", "two"])
+    """Return the values of one tensor of a layer in one step: several microbatches, one, or
+    none."""
+    kind = rng.choice(
+        ["finite"] * 4 + ["skipped", "zeros", "inf", "nan", "all nan", "tiny", "huge", "two"]
+    )
     made = {
         "skipped": [],
         "zeros": [torch.zeros(4)],
@@ -127,7 +153,8 @@ def any_tensors(rng: random.Random) -> list[torch.Tensor]:
 
 
 def recorded_tensors(rng: random.Random) -> list[torch.Tensor]:
-    """Return tensors with equal meaning for the unfused update: an amax above zero in every step, of moderate size."""
+    """Return tensors with equal meaning for the unfused update: an amax above zero in every step,
+    of moderate size."""
     return [rng.choice([finite(rng), with_value(rng, math.inf), with_value(rng, math.nan)])]
 
 
@@ -165,17 +192,30 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("algorithm, length_and_margin", RULES)
 def test_many_steps_match_fused_update_bitwise(algorithm, length_and_margin):
     te, native = sides(algorithm, *length_and_margin)
-    for *where, (scale, history), (our_scale, our_history) in steps_of(te, native, any_tensors, seed=1):
-        assert torch.equal(bits(our_scale), bits(scale)), f"scale at {where}: {our_scale}, not {scale}"
+    for *where, (scale, history), (our_scale, our_history) in steps_of(
+        te, native, any_tensors, seed=1
+    ):
+        assert torch.equal(bits(our_scale), bits(scale)), (
+            f"scale at {where}: {our_scale}, not {scale}"
+        )
         assert torch.equal(bits(our_history), bits(history)), f"history at {where}"
 
 
-@given(st.sampled_from(["max", "most_recent"]), st.integers(1, 48), st.integers(-8, 8), st.integers(0, 2**16))
+@given(
+    st.sampled_from(["max", "most_recent"]),
+    st.integers(1, 48),
+    st.integers(-8, 8),
+    st.integers(0, 2**16),
+)
 @settings(max_examples=12, deadline=None)
 def test_every_rule_matches_fused_update_bitwise(algorithm, length, margin, seed):
     te, native = sides(algorithm, length, margin, "E4M3")
-    for *where, (scale, history), (our_scale, our_history) in steps_of(te, native, any_tensors, seed, steps=40):
-        assert torch.equal(bits(our_scale), bits(scale)), f"scale at {where}: {our_scale}, not {scale}"
+    for *where, (scale, history), (our_scale, our_history) in steps_of(
+        te, native, any_tensors, seed, steps=40
+    ):
+        assert torch.equal(bits(our_scale), bits(scale)), (
+            f"scale at {where}: {our_scale}, not {scale}"
+        )
         assert torch.equal(bits(our_history), bits(history)), f"history at {where}"
 
 
@@ -183,25 +223,36 @@ def test_every_rule_matches_fused_update_bitwise(algorithm, length, margin, seed
 def test_power_of_two_steps_match_unfused_update_bitwise(algorithm, length_and_margin, monkeypatch):
     monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")
     te, native = sides(algorithm, *length_and_margin, fp8_format="E4M3")
-    for *where, (scale, history), (our_scale, our_history) in steps_of(te, native, power_of_two_tensors, seed=2):
-        assert torch.equal(bits(our_scale), bits(scale)), f"scale at {where}: {our_scale}, not {scale}"
+    for *where, (scale, history), (our_scale, our_history) in steps_of(
+        te, native, power_of_two_tensors, seed=2
+    ):
+        assert torch.equal(bits(our_scale), bits(scale)), (
+            f"scale at {where}: {our_scale}, not {scale}"
+        )
         assert torch.equal(bits(our_history), bits(history)), f"history at {where}"
 
 
-@pytest.mark.parametrize("algorithm, length_and_margin", [("max", (31, 1)), ("most_recent", (2, 3))])
-def test_many_steps_match_unfused_update_up_to_one_rounding(algorithm, length_and_margin, monkeypatch):
+@pytest.mark.parametrize(
+    "algorithm, length_and_margin", [("max", (31, 1)), ("most_recent", (2, 3))]
+)
+def test_many_steps_match_unfused_update_up_to_one_rounding(
+    algorithm, length_and_margin, monkeypatch
+):
     """Histories to the bit; scales within 2**-23, two halves of a unit in the last place."""
     monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")
     te, native = sides(algorithm, *length_and_margin)
-    steps = steps_of(te, native, recorded_tensors, seed=3, compare_codes=False)  # an ulp of the scale may flip a code
+    # an ulp of the scale may flip a code
+    steps = steps_of(te, native, recorded_tensors, seed=3, compare_codes=False)
     for *where, (scale, history), (our_scale, our_history) in steps:
-        assert abs(our_scale - scale) <= 2**-23 * scale, f"scale at {where}: {our_scale}, not {scale}"
+        assert abs(our_scale - scale) <= 2**-23 * scale, (
+            f"scale at {where}: {our_scale}, not {scale}"
+        )
         assert torch.equal(bits(our_history), bits(history)), f"history at {where}"
 
 
 def test_only_unfused_update_counts_empty_steps(monkeypatch):
-    """Justify the tests above without zeros: after 4, 0, 0 with a history of 2 the unfused update has forgotten the
-    4."""
+    """Justify the tests above without zeros: after 4, 0, 0 with a history of 2 the unfused update
+    has forgotten the 4."""
     histories = []
     for unfused in ("0", "1"):
         monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", unfused)

@@ -1,7 +1,9 @@
-"""Codes and scales of rules without state: `fp8_backends.formats.scaling` against TransformerEngine's quantizers.
+"""Codes and scales of rules without state: `fp8_backends.formats.scaling` against
+TransformerEngine's quantizers.
 
-Current scaling has a reference in TransformerEngine's own Python, `CurrentScalingQuantizerRef`, for finite values. The
-quantizers proper cast with the stand-in's kernels, transcribed from the source by another hand than `scaling`.
+Current scaling has a reference in TransformerEngine's own Python, `CurrentScalingQuantizerRef`, for
+finite values. The quantizers proper cast with the stand-in's kernels, transcribed from the source
+by another hand than `scaling`.
 """
 
 from __future__ import annotations
@@ -13,8 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from standin import compute_capability
-from transformer_engine.pytorch import DType, Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
-from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingQuantizerRef
+from transformer_engine.pytorch import (
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+)
+from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
+    CurrentScalingQuantizerRef,
+)
 
 from fp8_backends.formats import scaling
 from fp8_backends.formats.formats import E4M3, E5M2
@@ -37,14 +46,20 @@ def test_current_scaling_matches_both_of_transformer_engine(fmt, values):
     reference = CurrentScalingQuantizerRef(fmt.dtype).quantize(x)
     kernel = Float8CurrentScalingQuantizer(TE_DTYPES[fmt], "cpu")(x)
     for data, scale_inv in ((reference.data, reference.scale), (kernel._data, kernel._scale_inv)):
-        assert torch.equal(codes(ours), data.view(torch.uint8)) and ours.scale_inv == scale_inv.item()
+        assert (
+            torch.equal(codes(ours), data.view(torch.uint8)) and ours.scale_inv == scale_inv.item()
+        )
 
 
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
 def test_current_scaling_of_non_finite_values(special):
-    """Codes are equal. An inf's scale_inv is 1 in TransformerEngine and NaN here, to make it visible."""
+    """Codes are equal. An inf's scale_inv is 1 in TransformerEngine and NaN here, to make it
+    visible."""
     x = torch.tensor([[1.0, special, -3.0, 0.5]])
-    ours, kernel = quantize(x, E5M2).along_columns(), Float8CurrentScalingQuantizer(DType.kFloat8E5M2, "cpu")(x)
+    ours, kernel = (
+        quantize(x, E5M2).along_columns(),
+        Float8CurrentScalingQuantizer(DType.kFloat8E5M2, "cpu")(x),
+    )
     assert torch.equal(codes(ours), kernel._data)
     if math.isnan(special):
         assert ours.scale_inv == kernel._scale_inv
@@ -53,9 +68,12 @@ def test_current_scaling_of_non_finite_values(special):
 
 
 def matrices(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Blocks of very different sizes; some hold zeros only, some overflow the scale, some hold the largest value."""
+    """Blocks of very different sizes; some hold zeros only, some overflow the scale, some hold the
+    largest value."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator) * 10 ** torch.randint(-6, 6, (1, shape[1]), generator=generator)
+    x = torch.randn(shape, generator=generator) * 10 ** torch.randint(
+        -6, 6, (1, shape[1]), generator=generator
+    )
     x[:, :32], x[:40], x[40:42, 200:] = 0.0, x[:40] * 1e-30, 1e-40
     x[50, 100], x[51, 101] = torch.finfo(dtype).max, -torch.finfo(dtype).max
     return x.to(dtype)
@@ -67,16 +85,21 @@ def matrices(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("fmt", TE_DTYPES, ids=lambda fmt: fmt.name)
 def test_blocks_match_transformer_engine(fmt, dimensions, blocks, shape, dtype):
     x = matrices(shape, dtype)
-    quantizer = Float8BlockQuantizer(TE_DTYPES[fmt], rowwise=True, columnwise=True, block_scaling_dim=dimensions)
+    quantizer = Float8BlockQuantizer(
+        TE_DTYPES[fmt], rowwise=True, columnwise=True, block_scaling_dim=dimensions
+    )
     theirs = quantizer(x)
     for matrix, data, scale_inv in (
         (x, theirs._rowwise_data, theirs._rowwise_scale_inv),
         (x.T, theirs._columnwise_data, theirs._columnwise_scale_inv),
     ):
         ours = blocks.quantize(matrix, fmt)
-        scale_inv = scale_inv.T if dimensions == 1 else scale_inv  # kept in the order of the GPU's product, and padded
+        # kept in the order of the GPU's product, and padded
+        scale_inv = scale_inv.T if dimensions == 1 else scale_inv
         assert torch.equal(codes(ours), data)
-        assert torch.equal(ours.scale_inv, scale_inv[: ours.scale_inv.shape[0], : ours.scale_inv.shape[1]])
+        assert torch.equal(
+            ours.scale_inv, scale_inv[: ours.scale_inv.shape[0], : ours.scale_inv.shape[1]]
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -86,6 +109,8 @@ def test_mxfp8_matches_transformer_engine(fmt, dtype):
     with compute_capability(10, 0):
         theirs = MXFP8Quantizer(TE_DTYPES[fmt])(x)
     rows, columns = scaling.MX.quantize(x, fmt), scaling.MX.quantize(x.T, fmt)
-    assert torch.equal(codes(rows), theirs._rowwise_data) and torch.equal(codes(columns).T, theirs._columnwise_data)
+    assert torch.equal(codes(rows), theirs._rowwise_data) and torch.equal(
+        codes(columns).T, theirs._columnwise_data
+    )
     assert torch.equal(rows.scale_inv, theirs._rowwise_scale_inv[:64, :9])
     assert torch.equal(columns.scale_inv.T, theirs._columnwise_scale_inv[:2, :288])

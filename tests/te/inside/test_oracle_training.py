@@ -1,13 +1,14 @@
-"""Compare whole trainings: `te.Linear` under `te.autocast` over the stand-in, and the same model under this package's
-`native`.
+"""Compare whole trainings: `te.Linear` under `te.autocast` over the stand-in, and the same model
+under this package's `native`.
 
-Only the order of sums in products differs: the stand-in, oneDNN and a GPU have one each. Here both sides sum in FP64,
-and the order changes the 53rd bit, 29 bits below the following rounding to FP32. Everything else is real and compared
-to the bit, step by step: losses, weight gradients, the scales and histories after the step, and the weights at the end.
-Codes are compared through their results. The last test bounds the difference of each side's own FP32 sums.
+Only the order of sums in products differs: the stand-in, oneDNN and a GPU have one each. Here both
+sides sum in FP64, and the order changes the 53rd bit, 29 bits below the following rounding to FP32.
+Everything else is real and compared to the bit, step by step: losses, weight gradients, the scales
+and histories after the step, and the weights at the end. Codes are compared through their results.
+The last test bounds the difference of each side's own FP32 sums.
 
-The layers have no bias: TransformerEngine adds it before the product is rounded to bf16 (and, with FP32 activations,
-rounds the bias itself to bf16), `native` afterwards.
+The layers have no bias: TransformerEngine adds it before the product is rounded to bf16 (and, with
+FP32 activations, rounds the bias itself to bf16), `native` afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ import torch
 from standin import blocks as standin_blocks_module
 from standin import products as standin_products
 from torch import nn
-from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from transformer_engine.pytorch import Linear, autocast
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -34,7 +39,11 @@ SIZES, TOKENS, STEPS = (64, 96, 32, 48), 32, 6  # no contraction is longer than 
 @pytest.fixture
 def exact_products(monkeypatch):
     def native(a, a_scale_inv, b, b_scale_inv, values_dtype, out_dtype):
-        return (a.double() @ b.double().T * a_scale_inv.double() * b_scale_inv.double()).float().to(out_dtype)
+        return (
+            (a.double() @ b.double().T * a_scale_inv.double() * b_scale_inv.double())
+            .float()
+            .to(out_dtype)
+        )
 
     def standin(a, a_scale_inv, b, b_scale_inv):
         return (b.double() @ a.double().T * b_scale_inv.double() * a_scale_inv.double()).float()
@@ -92,7 +101,9 @@ class TransformerEngineTraining(Training):
             return self.model(x)
 
     def state(self, layer: int, tensor: int) -> tuple[torch.Tensor, torch.Tensor]:
-        meta = self.layers[layer].fp8_meta["scaling_bwd" if tensor == GRAD_OUTPUT else "scaling_fwd"]
+        meta = self.layers[layer].fp8_meta[
+            "scaling_bwd" if tensor == GRAD_OUTPUT else "scaling_fwd"
+        ]
         place = {INPUT: 0, WEIGHT: 1, GRAD_OUTPUT: 0}[tensor]
         return meta.scale[place], meta.amax_history[:, place]
 
@@ -101,10 +112,13 @@ class NativeTraining(Training):
     def __init__(self, backend: str, dtype: torch.dtype, **fields) -> None:
         self.layers = [nn.Linear(n, m, bias=False) for n, m in itertools.pairwise(SIZES)]
         super().__init__(_with_gelu(self.layers), dtype)
-        fp8_backends.prepare(self.model, self.optimizer, fp8_backends.FP8RecipeKwargs(backend=backend, **fields))
+        fp8_backends.prepare(
+            self.model, self.optimizer, fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
+        )
 
     def state(self, layer: int, tensor: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Roll native's states at the begin of its next forward: TransformerEngine does so at the end of this one."""
+        """Roll native's states at the begin of its next forward: TransformerEngine does so at the
+        end of this one."""
         now = [each.fp8_scaling.clone() for each in self.layers]
         (roll,) = self.model._forward_pre_hooks.values()
         roll(self.model, None)
@@ -119,7 +133,11 @@ def _with_gelu(layers: list[nn.Module]) -> list[nn.Module]:
 
 
 RECIPES = {
-    "max": (DelayedScaling(amax_history_len=4), "native:delayed", {"amax_history_len": 4, "amax_compute_algo": "max"}),
+    "max": (
+        DelayedScaling(amax_history_len=4),
+        "native:delayed",
+        {"amax_history_len": 4, "amax_compute_algo": "max"},
+    ),
     "most_recent": (
         DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent", margin=1),
         "native:delayed",
@@ -141,17 +159,23 @@ def test_training_matches_transformer_engine_bitwise(name, dtype, exact_products
         for layer, (theirs, ours) in enumerate(zip(gradients, our_gradients, strict=True)):
             assert torch.equal(ours, theirs), f"weight gradient of layer {layer} in step {step}"
         if backend == "native:delayed":
-            for layer, tensor in itertools.product(range(len(te.layers)), (INPUT, WEIGHT, GRAD_OUTPUT)):
-                for ours, theirs in zip(native.state(layer, tensor), te.state(layer, tensor), strict=True):
-                    assert torch.equal(ours, theirs), f"state of layer {layer}, tensor {tensor} after step {step}"
+            for layer, tensor in itertools.product(
+                range(len(te.layers)), (INPUT, WEIGHT, GRAD_OUTPUT)
+            ):
+                for ours, theirs in zip(
+                    native.state(layer, tensor), te.state(layer, tensor), strict=True
+                ):
+                    assert torch.equal(ours, theirs), (
+                        f"state of layer {layer}, tensor {tensor} after step {step}"
+                    )
     for ours, theirs in zip(native.model.parameters(), te.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_sums_of_both_sides_differ_only_by_rounding():
-    """The first layer's first output in FP32. Each side adds `in_features` products of codes in some order in FP32: at
-    most in_features roundings of half a unit in the last place, relative to the sum of the products' magnitudes; one
-    more for each scale."""
+    """The first layer's first output in FP32. Each side adds `in_features` products of codes in
+    some order in FP32: at most in_features roundings of half a unit in the last place, relative to
+    the sum of the products' magnitudes; one more for each scale."""
     te, native = (
         TransformerEngineTraining(Float8CurrentScaling(), torch.float32),
         NativeTraining("native:dynamic", torch.float32),

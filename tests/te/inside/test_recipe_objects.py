@@ -1,4 +1,5 @@
-"""TransformerEngine's real recipe classes as specs: every field of them is honoured or refused by name."""
+"""TransformerEngine's real recipe classes as specs: every field of them is honoured or refused by
+name."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ CLASSES = {
     te_recipes.MXFP8BlockScaling: "te:mxfp8",
 }
 ANOTHER = {
-    "fp8_format": lambda default: te_recipes.Format.E4M3 if default.name == "HYBRID" else te_recipes.Format.HYBRID,
+    "fp8_format": lambda default: (
+        te_recipes.Format.E4M3 if default.name == "HYBRID" else te_recipes.Format.HYBRID
+    ),
     "amax_compute_algo": lambda default: "most_recent",
     "scaling_factor_compute_algo": lambda default: len,
     "backward_override": lambda default: "high_precision",
@@ -56,7 +59,9 @@ def test_defaults_match_the_object(cls):
     assert recipe == resolve(CLASSES[cls])
 
 
-@pytest.mark.parametrize("name", ["fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"])
+@pytest.mark.parametrize(
+    "name", ["fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"]
+)
 def test_custom_quantization_of_recipe_object_is_refused(name):
     spec = te_recipes.Float8CurrentScaling()
     setattr(spec, name, te_recipes.QParams(amax_epsilon=1e-3))

@@ -44,12 +44,15 @@ def test_token_counts_not_divisible_by_16_fail_in_backward():
 @pytest.mark.parametrize("capability, transposed", [((9, 0), True), ((10, 0), False)])
 def test_transposes_are_kept_on_single_layout_devices(capability, transposed):
     with compute_capability(*capability):
-        quantized = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")(torch.randn(16, 32))
+        quantized = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")(
+            torch.randn(16, 32)
+        )
     assert (quantized._transpose is not None) == transposed
 
 
 def test_products_ignore_autocast():
-    """A kernel gets its operands as they are: with autocast there is one rounding more, the result's."""
+    """A kernel gets its operands as they are: with autocast there is one rounding more, the
+    result's."""
     layer, x = te.Linear(64, 32, bias=False, device="cpu"), torch.randn(16, 64)
     with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
         plain = layer(x)

@@ -53,7 +53,10 @@ def test_stock_accelerate_trains_identically_with_proof(scaling, capfd):
     plain = model()
     assert found == losses(*prepare(plain, adamw(plain), f"te:{scaling}"))
     assert all(a is b for a, b in zip(given, made.parameters(), strict=True))
-    assert f"te:{scaling}: 6/6 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (te)" in capfd.readouterr().err
+    assert (
+        f"te:{scaling}: 6/6 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (te)"
+        in capfd.readouterr().err
+    )
     assert {parameter.dtype for parameter in made.parameters()} == {torch.float32}
     assert isinstance(pickle.loads(pickle.dumps(acc.unwrap_model(made))).first, TELinear)
 
@@ -96,7 +99,10 @@ def test_compiled_model_runs_in_fp8_with_proof(scaling, caplog):
     with caplog.at_level(logging.INFO, "fp8_backends"):
         compiled, eager = model(), model()
         optimizers = adamw(compiled), adamw(eager)
-        prepare(compiled, optimizers[0], f"te:{scaling}"), prepare(eager, optimizers[1], f"te:{scaling}")
+        (
+            prepare(compiled, optimizers[0], f"te:{scaling}"),
+            prepare(eager, optimizers[1], f"te:{scaling}"),
+        )
         wrapped = torch.compile(compiled, backend=backend)
         found = losses(wrapped, optimizers[0], BATCHES[:4])
     assert found == losses(eager, optimizers[1], BATCHES[:4])

@@ -1,4 +1,5 @@
-"""Experts with `te`: TransformerEngine's `GroupedLinear` on 3-D Parameters, over the stand-in for its kernels."""
+"""Experts with `te`: TransformerEngine's `GroupedLinear` on 3-D Parameters, over the stand-in for
+its kernels."""
 
 from __future__ import annotations
 
@@ -52,14 +53,23 @@ def gradients(inner: nn.Module) -> dict[str, torch.Tensor]:
         return {name: parameter.grad for name, parameter in inner.named_parameters()}
     found = {}
     for part, layers in (("gate_up_proj", inner.up), ("down_proj", inner.down)):
-        found[part] = inner.gradient(part).transpose(1, 2) if layers[0].bias is not None else inner.gradient(part)
+        found[part] = (
+            inner.gradient(part).transpose(1, 2)
+            if layers[0].bias is not None
+            else inner.gradient(part)
+        )
         if layers[0].bias is not None:  # GPT-OSS
-            grads = [torch.zeros_like(each.bias) if each.bias.grad is None else each.bias.grad for each in layers]
+            grads = [
+                torch.zeros_like(each.bias) if each.bias.grad is None else each.bias.grad
+                for each in layers
+            ]
             found[f"{part}_bias"] = torch.stack(grads)
     return found
 
 
-def assert_equal_to_linears(family: str, spec: str, dtype: torch.dtype = torch.float32, **fields) -> nn.Module:
+def assert_equal_to_linears(
+    family: str, spec: str, dtype: torch.dtype = torch.float32, **fields
+) -> nn.Module:
     root = make_experts(family, dtype)
     twin = nn.Sequential(Twin(root.experts))
     prepared(root, spec, **fields), prepared(twin, spec, **fields)
@@ -97,7 +107,8 @@ def test_bf16_and_mxfp8_experts_match_linear_layers_bitwise():
 @pytest.mark.parametrize("scaling", ["delayed", "blockwise"])
 @pytest.mark.parametrize("family", [nightly("mixtral"), "gpt_oss"])
 def test_stored_weights_match_linear_layers_bitwise(family, scaling, level):
-    """Give Linears a part of the same data with the same scale. Gradients of weights are stored in E4M3."""
+    """Give Linears a part of the same data with the same scale. Gradients of weights are stored in
+    E4M3."""
     root = make_experts(family)
     twin = nn.Sequential(Twin(root.experts))
     prepared(root, f"te:{scaling}+msamp:{level}"), prepared(twin, f"te:{scaling}")
@@ -144,9 +155,16 @@ def test_models_train_with_counts_and_proof(family, capsys):
     assert f" Linear, {len(experts)}/{len(experts)} experts, " in capsys.readouterr().err
     (_, _, has), *_ = conversion.prepared_roots(model)
     for name, counts in experts.items():
-        assert counts == {"fprop": 3, "dgrad": 3, "wgrad": 3, "recomputed": 0} and audit.engine[name] == "te"
+        assert (
+            counts == {"fprop": 3, "dgrad": 3, "wgrad": 3, "recomputed": 0}
+            and audit.engine[name] == "te"
+        )
         path, _, part = name.rpartition(".")
-        assert has.compute.transient_bytes_per_element(model.get_submodule(path).fp8_weights[part]) == 2  # Hopper
+        # Hopper
+        assert (
+            has.compute.transient_bytes_per_element(model.get_submodule(path).fp8_weights[part])
+            == 2
+        )
     conversion.restore(model)
     assert "TE" not in repr(model) and list(model.state_dict()) == keys
 
@@ -166,7 +184,9 @@ def test_recomputation_resume_and_copies_change_no_bit():
     state, other = state_of(model), state_of(recomputed)
     assert all(torch.equal(other[name], value) for name, value in state.items())
     name = "model.layers.0.mlp.experts.down_proj.te_"
-    assert state[f"{name}forward_scale"].shape == (4 * 3,) and state[f"{name}backward_scale"].shape == (4 * 2,)
+    assert state[f"{name}forward_scale"].shape == (4 * 3,) and state[
+        f"{name}backward_scale"
+    ].shape == (4 * 2,)
     assert (state[f"{name}forward_scale"].view(4, 3)[:, :2] != 1).all()
 
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -188,10 +208,14 @@ def test_evaluation_and_empty_batch_run_original_module():
     prepared(root, "te:delayed")
     for tokens in (0, 8):
         hidden, chosen, weights = routed(tokens)
-        assert torch.equal(root.experts(hidden, chosen, weights), plain.experts(hidden, chosen, weights))
+        assert torch.equal(
+            root.experts(hidden, chosen, weights), plain.experts(hidden, chosen, weights)
+        )
         root.eval()
     root.train()
-    assert not torch.equal(root.experts(hidden, chosen, weights), plain.experts(hidden, chosen, weights))
+    assert not torch.equal(
+        root.experts(hidden, chosen, weights), plain.experts(hidden, chosen, weights)
+    )
 
 
 def test_unconverted_weight_stays_in_high_precision():
@@ -201,14 +225,17 @@ def test_unconverted_weight_stays_in_high_precision():
     assert list(root.experts.fp8_weights) == ["down_proj"]
     ours, theirs = (results(model, 0, torch.float32) for model in (root, plain))
     for name, expected in theirs.items():
-        assert (ours[name] - expected).norm() < 0.06 * expected.norm(), name  # steps of E4M3 and E5M2
+        # steps of E4M3 and E5M2
+        assert (ours[name] - expected).norm() < 0.06 * expected.norm(), name
 
 
 def test_unsupported_expert_options_are_named():
     frozen = build("mixtral").requires_grad_(False)
     frozen.lm_head.requires_grad_()
     model, _ = prepared(frozen, "te:dynamic", fp8_params=True)
-    assert refusals(model) == {"fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"}
+    assert refusals(model) == {
+        "fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"
+    }
 
 
 def test_unpaddable_sizes_and_old_te_versions_are_refused(monkeypatch):
@@ -216,7 +243,9 @@ def test_unpaddable_sizes_and_old_te_versions_are_refused(monkeypatch):
     why = fp8_backends.audit(model).high_precision["model.layers.0.mlp.experts.down_proj"]
     assert why == "24 -> 32 are not multiples of 16, and TransformerEngine cannot pad them"
     monkeypatch.delattr(te.GroupedLinear, "_get_bias_tensors")
-    with pytest.raises(BackendUnavailableError, match="te:delayed of experts .* te.GroupedLinear .*2.14 or newer"):
+    with pytest.raises(
+        BackendUnavailableError, match="te:delayed of experts .* te.GroupedLinear .*2.14 or newer"
+    ):
         prepared(build("mixtral"), "te:delayed")
 
 
@@ -224,4 +253,6 @@ def test_bf16_phase_runs_the_original_module():
     root, plain = make_experts("gpt_oss"), make_experts("gpt_oss")
     prepared(root, "te:dynamic", schedule={0: "bf16"})
     hidden, chosen, weights = routed(8)
-    assert torch.equal(root.experts(hidden, chosen, weights), plain.experts(hidden, chosen, weights))
+    assert torch.equal(
+        root.experts(hidden, chosen, weights), plain.experts(hidden, chosen, weights)
+    )

@@ -1,4 +1,5 @@
-"""Store frozen weights as TransformerEngine's FP8 tensors (`fp8_params`), over the stand-in for its kernels."""
+"""Store frozen weights as TransformerEngine's FP8 tensors (`fp8_params`), over the stand-in for its
+kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def test_frozen_weights_are_cast_once_and_losses_stay_unchanged(scaling):
 
 
 def test_delayed_scaling_uses_scales_of_the_weight_amax():
-    """The first step without fp8_params casts every weight by the scale 1, later ones as fp8_params does."""
+    """The first step without fp8_params casts every weight by the scale 1, later ones as fp8_params
+    does."""
     made, optimizer = prepared(fp8_params=True)
     found = losses(made, optimizer)
     gaps = [abs(a - b) for a, b in zip(found, losses(*prepared()), strict=True)]
@@ -48,7 +50,9 @@ def test_frozen_parameters_stay_and_take_two_bytes():
     before, values = list(made.parameters()), copy.deepcopy(made.state_dict())
     _, optimizer = prepared(made, fp8_params=True)
     assert all(a is b for a, b in zip(before, made.parameters(), strict=True))
-    assert all(isinstance(weight, nn.Parameter) and not weight.requires_grad for weight in weights(made))
+    assert all(
+        isinstance(weight, nn.Parameter) and not weight.requires_grad for weight in weights(made)
+    )
     assert made.base.blocks[1].up.weight is made.base.blocks[0].up.weight
     losses(made, optimizer, BATCHES[:1])
     measured = fp8_backends.audit(made, optimizer)
@@ -56,7 +60,8 @@ def test_frozen_parameters_stay_and_take_two_bytes():
     assert 2 < measured.bytes_per_element["weight"] < 2.01
     assert measured.dtypes["weight"] == "uint8"
     frozen = values["base.first.weight"]
-    half_a_step = frozen.abs() * 2**-4 + frozen.abs().max() / 448 * 2**-10  # steps of E4M3, and of its smallest numbers
+    # steps of E4M3, and of its smallest numbers
+    half_a_step = frozen.abs() * 2**-4 + frozen.abs().max() / 448 * 2**-10
     assert ((made.base.first.weight.dequantize() - frozen).abs() <= half_a_step).all()
 
 
@@ -76,9 +81,15 @@ def test_checkpoints_are_plain_and_load_both_ways():
 
 def test_writes_to_state_dict_copies_raise_at_next_read():
     made, optimizer = prepared(fp8_params=True)
-    for read in (lambda: losses(made, optimizer, BATCHES[:1]), made.state_dict, lambda: conversion.restore(made)):
+    for read in (
+        lambda: losses(made, optimizer, BATCHES[:1]),
+        made.state_dict,
+        lambda: conversion.restore(made),
+    ):
         made.state_dict()["base.first.weight"].zero_()
-        with pytest.raises(FP8BackendError, match="base.first.weight: a tensor of state_dict.. was written to"):
+        with pytest.raises(
+            FP8BackendError, match="base.first.weight: a tensor of state_dict.. was written to"
+        ):
             read()
     state = made.state_dict()
     state["base.first.weight"].mul_(0.5)
@@ -86,11 +97,15 @@ def test_writes_to_state_dict_copies_raise_at_next_read():
     assert losses(made, optimizer)
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"]
+)
 def test_copies_train_like_the_original(make):
     made, optimizer = prepared(scaling="dynamic", fp8_params=True)
     other = make(made)
-    assert all(map(is_frozen, weights(other))) and all(isinstance(weight, nn.Parameter) for weight in weights(other))
+    assert all(map(is_frozen, weights(other))) and all(
+        isinstance(weight, nn.Parameter) for weight in weights(other)
+    )
     own = torch.optim.AdamW(other.adapter.parameters(), lr=1e-2)
     assert losses(other, own) == losses(made, optimizer)
 
@@ -104,7 +119,9 @@ def test_evaluation_and_restore_use_code_values():
     with fp8_backends.checkpoints.plain_weights(made):
         assert all(type(weight) is nn.Parameter for weight in weights(made))
         assert torch.equal(made(BATCHES[0]), plain(BATCHES[0]))
-    assert all(map(is_frozen, weights(made))) and all(map(torch.equal, codes, (w.dequantize() for w in weights(made))))
+    assert all(map(is_frozen, weights(made))) and all(
+        map(torch.equal, codes, (w.dequantize() for w in weights(made)))
+    )
     assert all(a is b for a, b in zip(before, weights(made), strict=True))
     conversion.restore(made)
     assert all(a is b for a, b in zip(before, weights(made), strict=True))

@@ -1,4 +1,5 @@
-"""te+msamp: TransformerEngine multiplies, the level stores. The twin without it is native with the same recipe."""
+"""te+msamp: TransformerEngine multiplies, the level stores. The twin without it is native with the
+same recipe."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
 def prepared(spec, bias: bool = True, **fields):
     model = net(bias)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    return fp8_backends.prepare(model, optimizer, fp8_backends.FP8RecipeKwargs(backend=spec, **fields))
+    return fp8_backends.prepare(
+        model, optimizer, fp8_backends.FP8RecipeKwargs(backend=spec, **fields)
+    )
 
 
 def step(model, optimizer, index: int, microbatches: int = 1) -> float:
@@ -60,11 +63,14 @@ def step(model, optimizer, index: int, microbatches: int = 1) -> float:
     ],
 )
 def test_levels_match_native_twin(level, scaling):
-    """Store to nearest, without biases, which TransformerEngine rounds to bf16. Only the order of FP32 sums differs: it
-    changes the first losses by rounding, and later ones by values moved across a boundary of FP8 codes."""
+    """Store to nearest, without biases, which TransformerEngine rounds to bf16. Only the order of
+    FP32 sums differs: it changes the first losses by rounding, and later ones by values moved
+    across a boundary of FP8 codes."""
     losses = {}
     for compute in ("te", "native"):
-        model, optimizer = prepared(f"{compute}:{scaling}+msamp:{level}", bias=False, rounding="nearest")
+        model, optimizer = prepared(
+            f"{compute}:{scaling}+msamp:{level}", bias=False, rounding="nearest"
+        )
         losses[compute] = [step(model, optimizer, index) for index in range(STEPS)]
     assert losses["te"][0] == pytest.approx(losses["native"][0], rel=1e-6)
     assert losses["te"] == pytest.approx(losses["native"], rel=1e-3)
@@ -77,9 +83,12 @@ def test_bytes_products_and_plain_exports_match_the_level(level):
     for index in range(2):
         step(model, optimizer, index)
     audit = fp8_backends.audit(model, optimizer)
-    assert audit.bytes_per_element["total"] == pytest.approx(BYTES[level], rel=2e-3)  # one scale a tensor
+    # one scale a tensor
+    assert audit.bytes_per_element["total"] == pytest.approx(BYTES[level], rel=2e-3)
     for name, count in audit.products.items():
-        assert count["fprop"] and count["wgrad"] and bool(count["dgrad"]) == (name != "0"), audit.products
+        assert count["fprop"] and count["wgrad"] and bool(count["dgrad"]) == (name != "0"), (
+            audit.products
+        )
     (_, _, has), *_ = fp8_backends.convert.conversion.prepared_roots(model)
     # on Hopper dgrad multiplies a transposed copy; E4M3 weights are their own codes
     assert has.compute.transient_bytes_per_element(model[0]) == (1.0 if level in IN_E4M3 else 2.0)
@@ -88,14 +97,19 @@ def test_bytes_products_and_plain_exports_match_the_level(level):
     assert weights[0].codes.dtype == (torch.float8_e4m3fn if level in IN_E4M3 else torch.float16)
     codes = has.compute.weight_codes(model[0])  # what a checkpoint of codes holds
     assert (codes is not None) == (level in IN_E4M3)
-    assert codes is None or torch.equal(codes.codes.view(torch.uint8), weights[0].codes.view(torch.uint8))
+    assert codes is None or torch.equal(
+        codes.codes.view(torch.uint8), weights[0].codes.view(torch.uint8)
+    )
     state = model.state_dict()
-    assert list(state) == list(net().state_dict()) and {type(value) for value in state.values()} == {torch.Tensor}
+    assert list(state) == list(net().state_dict()) and {
+        type(value) for value in state.values()
+    } == {torch.Tensor}
     net().load_state_dict(state)
 
 
 def casts(monkeypatch) -> list:
-    """Record the shapes and dtypes of all casts from here on. Weights are cast from FP32, activations from bf16."""
+    """Record the shapes and dtypes of all casts from here on. Weights are cast from FP32,
+    activations from bf16."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     seen, quantize_impl = [], Float8Quantizer.quantize_impl
@@ -116,7 +130,11 @@ def test_weight_is_cast_once_per_step_and_never_in_e4m3(level, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         for index in (1, 2):
             step(model, optimizer, index, microbatches=3)
-    weights = [shape for shape, dtype in seen if dtype == torch.float32 and shape in {(128, 64), (64, 128), (16, 64)}]
+    weights = [
+        shape
+        for shape, dtype in seen
+        if dtype == torch.float32 and shape in {(128, 64), (64, 128), (16, 64)}
+    ]
     assert len(weights) == (0 if level in IN_E4M3 else 2 * 3)
 
 

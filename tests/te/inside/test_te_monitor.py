@@ -17,7 +17,9 @@ def samples(spec, file):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     fields = {"backend": spec, "monitor_every": 2, "monitor_file": file}
-    model, optimizer = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), fields)
+    model, optimizer = fp8_backends.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), fields
+    )
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
         x = torch.randn(32, 64, generator=generator)
@@ -35,7 +37,8 @@ def test_statistics_match_the_native_rule(scaling, tmp_path):
         assert record["casts"] == "the native equivalent of TransformerEngine's rule"
         found, expected = record["tensors"], of_native["tensors"]
         assert found.keys() == expected.keys() == {"0", "2"}
-        lost = [tensors["input"].pop("sum_lost", None) for tensors in expected.values()]  # a figure of native only
+        # a figure of native only
+        lost = [tensors["input"].pop("sum_lost", None) for tensors in expected.values()]
         assert all((loss is None) == (scaling == "blockwise") for loss in lost), lost
         assert found["0"]["input"] == expected["0"]["input"]
         for layer, tensors in found.items():

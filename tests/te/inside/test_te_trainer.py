@@ -47,7 +47,9 @@ def test_trainer_accumulates_recomputes_saves_and_resumes(tmp_path, monkeypatch)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
     products = fp8_backends.audit(model, trainer.optimizer).products
-    assert len(products) == 7 and all(count["recomputed"] and count["wgrad"] for count in products.values())
+    assert len(products) == 7 and all(
+        count["recomputed"] and count["wgrad"] for count in products.values()
+    )
 
     again = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-8")
     for name, value in again.state_dict().items():

@@ -1,4 +1,5 @@
-"""The `te` compute: training by TransformerEngine's own classes, over the stand-in for its kernels."""
+"""The `te` compute: training by TransformerEngine's own classes, over the stand-in for its
+kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ import torch
 import transformer_engine.pytorch as te
 from model_families import evaluate_after_forward
 from standin import compute_capability
-from te_models import BATCHES, InAutocast, Model, adamw, by_hand, loss_of, losses, model, of_te_linear
+from te_models import (
+    BATCHES,
+    InAutocast,
+    Model,
+    adamw,
+    by_hand,
+    loss_of,
+    losses,
+    model,
+    of_te_linear,
+)
 from torch import nn
 from transformer_engine.common.recipe import (
     DelayedScaling,
@@ -58,7 +69,10 @@ def same(a: dict, b: dict) -> bool:
             DelayedScaling(margin=1, amax_history_len=3, amax_compute_algo="most_recent"),
         ),
         ("te:dynamic", Float8CurrentScaling()),
-        (TERecipeKwargs(scaling="dynamic", fp8_format="E4M3"), Float8CurrentScaling(fp8_format=Format.E4M3)),
+        (
+            TERecipeKwargs(scaling="dynamic", fp8_format="E4M3"),
+            Float8CurrentScaling(fp8_format=Format.E4M3),
+        ),
         ("te:blockwise", Float8BlockScaling()),
     ],
     ids=["delayed", "delayed most_recent", "dynamic", "dynamic E4M3", "blockwise"],
@@ -92,7 +106,11 @@ def test_high_precision_wgrad_uses_unquantized_operands(scaling):
     layers, x, dy = {}, torch.randn(5, 32), torch.randn(5, 64)
     for high in (False, True):
         layer, own = copy.deepcopy(plain), x.clone().requires_grad_()
-        prepare(layer, None, TERecipeKwargs(scaling=scaling, override_linear_precision=(False, False, high)))
+        prepare(
+            layer,
+            None,
+            TERecipeKwargs(scaling=scaling, override_linear_precision=(False, False, high)),
+        )
         y = layer(own)
         y.backward(dy)
         layers[high] = (layer, y, own.grad)
@@ -112,13 +130,17 @@ def test_model_trains_with_high_precision_wgrad(capfd):
     for reentrant in (None, True, False):
         made, optimizer = prepared(spec, reentrant)
         found.append(losses(made, optimizer))
-        assert "fprop dgrad (te; wgrad in high precision by recipe)" in capfd.readouterr().err, reentrant
+        assert "fprop dgrad (te; wgrad in high precision by recipe)" in capfd.readouterr().err, (
+            reentrant
+        )
         assert fp8_backends.audit(made).products["blocks.0.up"]["wgrad"] == 0, reentrant
     assert found[0] == found[1] == found[2]
 
 
 def test_mxfp8_runs_on_blackwell_and_is_refused_on_hopper():
-    with pytest.raises(BackendUnavailableError, match=r"te:mxfp8 .*compute capability 10.0.*Fix: use te:delayed"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"te:mxfp8 .*compute capability 10.0.*Fix: use te:delayed"
+    ):
         prepared("te:mxfp8")
     with compute_capability(10, 0):
         batches = [torch.cat([batch, batch]) for batch in BATCHES]
@@ -134,7 +156,9 @@ def test_mxfp8_runs_on_blackwell_and_is_refused_on_hopper():
 
 def test_te_version_without_external_weights_refuses_only_levels(monkeypatch):
     monkeypatch.delattr(te.Linear, "_get_weight_tensors")
-    with pytest.raises(BackendUnavailableError, match=r"TransformerEngine 2.*takes no weight but its own.*2.9 or"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"TransformerEngine 2.*takes no weight but its own.*2.9 or"
+    ):
         prepared("te:delayed+msamp:O2")
     assert prepared("te:delayed")
 
@@ -146,7 +170,9 @@ def test_model_on_the_cpu_of_a_gpu_machine_is_refused(layer, monkeypatch):
     made(x)  # the stand-in computes on the CPU
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_available", lambda: True)
-        with pytest.raises(FP8BackendError, match=r"on the CPU.*Fix: move model.*without Accelerator\(cpu=True\)"):
+        with pytest.raises(
+            FP8BackendError, match=r"on the CPU.*Fix: move model.*without Accelerator\(cpu=True\)"
+        ):
             made(x)
         made.eval()(x)
     assert torch.isfinite(made.train()(x)).all()
@@ -167,17 +193,22 @@ def test_recomputation_changes_no_loss_and_no_scale(spec):
         assert losses(*recomputed, BATCHES[3:]) == expected[3:], reentrant
         assert same(scaling_state(recomputed[0]), scaling_state(plain[0])), reentrant
         products = fp8_backends.audit(recomputed[0]).products["blocks.0.up"]
-        assert products == dict.fromkeys(("fprop", "dgrad", "wgrad", "recomputed"), len(BATCHES)), reentrant
+        assert products == dict.fromkeys(("fprop", "dgrad", "wgrad", "recomputed"), len(BATCHES)), (
+            reentrant
+        )
 
 
 @pytest.mark.parametrize(("recompute", "of_gradients"), [(None, 1), (False, 1), (True, 2)])
 def test_scales_are_reduced_once_per_step_under_recomputation(recompute, of_gradients, monkeypatch):
-    """Each reduction costs an all-reduce. Under reentrant recomputation the first layer without recomputation reduces
-    the gradients' scales, as in TransformerEngine, and the end of backward the recomputed ones'."""
+    """Each reduction costs an all-reduce. Under reentrant recomputation the first layer without
+    recomputation reduces the gradients' scales, as in TransformerEngine, and the end of backward
+    the recomputed ones'."""
     manager, calls = te.quantization.FP8GlobalStateManager, []
     reduce = manager.reduce_and_update_fp8_tensors
     monkeypatch.setattr(
-        manager, "reduce_and_update_fp8_tensors", lambda forward=True: [calls.append(forward), reduce(forward)]
+        manager,
+        "reduce_and_update_fp8_tensors",
+        lambda forward=True: [calls.append(forward), reduce(forward)],
     )
     made, optimizer = prepared("te:delayed", recompute)
     losses(made, optimizer, BATCHES[:3])
@@ -213,7 +244,8 @@ def test_blocks_called_outside_the_root_enter_fp8():
 
 
 def test_models_with_different_recipes_train_together():
-    """TransformerEngine's own text of a recipe leaves the algorithm out, and groups amaxes by it."""
+    """TransformerEngine's own text of a recipe leaves the algorithm out, and groups amaxes by
+    it."""
 
     def together(*specs):
         runs = [prepared(spec) for spec in specs]
@@ -228,7 +260,8 @@ def test_models_with_different_recipes_train_together():
         return found
 
     specs = [
-        TERecipeKwargs(amax_history_len=4, amax_compute_algo=algorithm) for algorithm in ("max", "most_recent")
+        TERecipeKwargs(amax_history_len=4, amax_compute_algo=algorithm)
+        for algorithm in ("max", "most_recent")
     ] + ["te:dynamic"]
     alone = [together(spec)[0] for spec in specs]
     assert together(*specs) == alone
@@ -251,7 +284,9 @@ def test_any_number_of_rows_is_padded_and_trimmed(spec, rows):
     y.square().sum().backward()
     y16[:rows].square().sum().backward()
     assert torch.equal(short.grad, whole.grad[:rows])
-    assert torch.equal(layer.weight.grad, other.weight.grad) and torch.equal(layer.bias.grad, other.bias.grad)
+    assert torch.equal(layer.weight.grad, other.weight.grad) and torch.equal(
+        layer.bias.grad, other.bias.grad
+    )
 
 
 def test_unsupported_shapes_and_dtypes_run_as_plain_linear():
@@ -366,15 +401,29 @@ def test_parameters_ties_and_flags_stay():
     made.last.weight.requires_grad_(False)
     before = list(made.named_parameters(remove_duplicate=False))
     _, optimizer = prepare(made, adamw(made), "te:delayed")
-    assert all(a is b for (_, a), (_, b) in zip(before, made.named_parameters(remove_duplicate=False), strict=True))
-    assert made.shared is made.first and isinstance(made.first, nn.Linear) and isinstance(made.first, TELinear)
+    assert all(
+        a is b
+        for (_, a), (_, b) in zip(
+            before, made.named_parameters(remove_duplicate=False), strict=True
+        )
+    )
+    assert (
+        made.shared is made.first
+        and isinstance(made.first, nn.Linear)
+        and isinstance(made.first, TELinear)
+    )
     assert made.blocks[0].down.bias is None
     frozen = made.last.weight.clone()
     losses(made, optimizer)
     assert made.blocks[1].up.weight is made.blocks[0].up.weight
     assert torch.equal(made.last.weight, frozen) and made.last.weight.grad is None
     steps = len(BATCHES)
-    assert fp8_backends.audit(made).products["last"] == {"fprop": steps, "dgrad": steps, "wgrad": 0, "recomputed": 0}
+    assert fp8_backends.audit(made).products["last"] == {
+        "fprop": steps,
+        "dgrad": steps,
+        "wgrad": 0,
+        "recomputed": 0,
+    }
 
 
 def test_restore_leaves_no_trace():
@@ -401,7 +450,9 @@ def test_state_dicts_are_plain_and_load_both_ways():
     assert torch.equal(made.first.weight, of_te["first.weight"])
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"]
+)
 def test_copy_trains_independently_from_copied_scales(make):
     made, optimizer = prepared("te:delayed")
     losses(made, optimizer, BATCHES[:2])
@@ -437,21 +488,31 @@ def test_foreign_and_impossible_scaling_states_are_refused(ran):
     (_, root, known), *_ = prepared_roots(made)
     before = scaling_state(made)
     for other, message in (
-        ({name: state for name, state in before.items() if not name.startswith("last")}, "only this model has last"),
+        (
+            {name: state for name, state in before.items() if not name.startswith("last")},
+            "only this model has last",
+        ),
         (scaling_state(prepared(TERecipeKwargs(amax_history_len=8))[0]), "amax_history_len"),
     ):
         with pytest.raises(FP8BackendError, match=message):
             known.compute.check_scaling_state(root, other)
     assert scaling_state(prepared("te:dynamic")[0]) == {}
-    last = {part: [name for name in before if name.endswith(part)][-1] for part in ("_scale", "_amax_history")}
-    for part, number in [("_scale", n) for n in (nan, inf, 0.0, -1.0)] + [("_amax_history", n) for n in (nan, -1.0)]:
+    last = {
+        part: [name for name in before if name.endswith(part)][-1]
+        for part in ("_scale", "_amax_history")
+    }
+    for part, number in [("_scale", n) for n in (nan, inf, 0.0, -1.0)] + [
+        ("_amax_history", n) for n in (nan, -1.0)
+    ]:
         crafted = {name: tensor + 1 for name, tensor in before.items()}
         crafted[last[part]].view(-1)[-1] = number
         with pytest.raises(FP8BackendError, match=f"{last[part]} holds .*and must be"):
             known.compute.check_scaling_state(root, crafted)
     for dtype in (torch.int64, torch.bfloat16):
         with pytest.raises(FP8BackendError, match="is no tensor of torch.float32"):
-            known.compute.check_scaling_state(root, before | {last["_scale"]: before[last["_scale"]].to(dtype)})
+            known.compute.check_scaling_state(
+                root, before | {last["_scale"]: before[last["_scale"]].to(dtype)}
+            )
     assert same(scaling_state(made), before)
     overflowed = {name: tensor.clone() for name, tensor in before.items()}
     overflowed[last["_amax_history"]][-1] = inf  # as after an overflow
@@ -526,7 +587,8 @@ def test_users_te_linear_is_skipped_and_not_counted():
     assert type(made.last) is te.Linear
     products = fp8_backends.audit(made).products
     assert "last" not in products and products["blocks.1.down"]["wgrad"] == 2
-    assert products["first"]["dgrad"] == 0  # nor is a product of the user's layer counted for another
+    # nor is a product of the user's layer counted for another
+    assert products["first"]["dgrad"] == 0
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "delayed"])
@@ -542,10 +604,13 @@ def test_schedule_pauses_te_as_a_restored_model(scaling):
     assert registry.get_compute("te").cast_of(made.first, 0, BATCHES[0]) is None
     assert losses(made, optimizer, BATCHES[2:4]) == losses(by_hand, its_optimizer, BATCHES[2:4])
     assert same(scaling_state(made), before)
-    assert registry.get_compute("te").cast_of(made.first, 0, BATCHES[0]) is not None  # the pause has ended
+    # the pause has ended
+    assert registry.get_compute("te").cast_of(made.first, 0, BATCHES[0]) is not None
     counted = fp8_backends.audit(made).products
     assert losses(made, optimizer, BATCHES[4:5]) != losses(by_hand, its_optimizer, BATCHES[4:5])
-    assert counted["first"]["fprop"] == 2 and fp8_backends.audit(made).products["first"]["fprop"] == 3
+    assert (
+        counted["first"]["fprop"] == 2 and fp8_backends.audit(made).products["first"]["fprop"] == 3
+    )
 
 
 def test_layers_of_native_run_inside_the_region_of_te():
@@ -556,7 +621,13 @@ def test_layers_of_native_run_inside_the_region_of_te():
     its_optimizer = adamw(alone)
     for name, layer in list(alone.named_modules()):
         if isinstance(layer, nn.Linear):
-            rule = "native:mxfp8" if name == "first" else "native:rowwise" if name.endswith("down") else "te:dynamic"
+            rule = (
+                "native:mxfp8"
+                if name == "first"
+                else "native:rowwise"
+                if name.endswith("down")
+                else "te:dynamic"
+            )
             prepare(layer, its_optimizer, {"backend": rule, "on_unproven": "warn"})
     assert losses(made, optimizer, BATCHES[:3]) == losses(alone, its_optimizer, BATCHES[:3])
     assert isinstance(made.first, nn.Linear) and not isinstance(made.first, TELinear)
@@ -574,9 +645,12 @@ def test_sizes_unsupported_by_te_stay_plain_by_name():
 
 @pytest.mark.parametrize("scaling", ["delayed", "dynamic"])
 @pytest.mark.parametrize(
-    ("given", "split"), [(True, [0, 0, 0]), (False, [1, 1, 1]), (["1"], [0, 1, 0]), (["0", "2"], [1, 0, 1])]
+    ("given", "split"),
+    [(True, [0, 0, 0]), (False, [1, 1, 1]), (["1"], [0, 1, 0]), (["0", "2"], [1, 0, 1])],
 )
-def test_fast_accumulation_off_is_the_split_accumulator_of_forward(scaling, given, split, monkeypatch):
+def test_fast_accumulation_off_is_the_split_accumulator_of_forward(
+    scaling, given, split, monkeypatch
+):
     made = nn.Sequential(*(nn.Linear(32, 32) for _ in split))
     prepare(made, None, TERecipeKwargs(scaling=scaling, fast_accumulation=given))
     before = str(made[0].te_state.te_recipe)
@@ -590,4 +664,7 @@ def test_fast_accumulation_off_is_the_split_accumulator_of_forward(scaling, give
     made(torch.randn(16, 32).requires_grad_()).sum().backward()
     assert calls[:3] == [bool(each) for each in split] and calls[3:] == [True] * 6
     assert str(made[0].te_state.te_recipe) == before
-    assert all(("fast accumulation off" in repr(layer)) == bool(each) for layer, each in zip(made, split, strict=True))
+    assert all(
+        ("fast accumulation off" in repr(layer)) == bool(each)
+        for layer, each in zip(made, split, strict=True)
+    )

@@ -1,17 +1,20 @@
-"""Run TransformerEngine's real Python on a CPU: `from standin import activate; activate()`, then import it.
+"""Run TransformerEngine's real Python on a CPU: `from standin import activate; activate()`, then
+import it.
 
-TransformerEngine cannot be installed without CUDA: its wheel `transformer-engine` is pure Python, but imports a
-compiled module, `transformer_engine_torch`, which needs NVIDIA's libraries and a GPU. This package is a stand-in for
-that module. After `activate()`, `import transformer_engine.pytorch` works in this process, and its own classes, among
-them `te.Linear`, `te.autocast`, `FP8GlobalStateManager`, the recipe states and the quantizers, run forward and backward
-on CPU tensors, with kernels that are short functions in PyTorch.
+TransformerEngine cannot be installed without CUDA: its wheel `transformer-engine` is pure Python,
+but imports a compiled module, `transformer_engine_torch`, which needs NVIDIA's libraries and a GPU.
+This package is a stand-in for that module. After `activate()`, `import transformer_engine.pytorch`
+works in this process, and its own classes, among them `te.Linear`, `te.autocast`,
+`FP8GlobalStateManager`, the recipe states and the quantizers, run forward and backward on CPU
+tensors, with kernels that are short functions in PyTorch.
 
 Real: all of TransformerEngine's Python, with "cuda" read as "cpu" (`reading`).
 
-Emulated: the compiled kernels. Casts, amaxes, scales and the delayed update follow the kernels' source to the bit
-(`casts`, `blocks`, `delayed`). Products multiply exact codes and accumulate in FP32, in the CPU's order (`products`); a
-GPU's tensor cores accumulate in another order and, in fprop of the per-tensor recipes, in fewer bits. Norms compute in
-FP32 (`norms`). Missing functions raise NotImplementedError with their name.
+Emulated: the compiled kernels. Casts, amaxes, scales and the delayed update follow the kernels'
+source to the bit (`casts`, `blocks`, `delayed`). Products multiply exact codes and accumulate in
+FP32, in the CPU's order (`products`); a GPU's tensor cores accumulate in another order and, in
+fprop of the per-tensor recipes, in fewer bits. Norms compute in FP32 (`norms`). Missing functions
+raise NotImplementedError with their name.
 
 Run it directly, with the packages of `tests/te/requirements.txt` in some folder:
 
@@ -24,11 +27,13 @@ Run it directly, with the packages of `tests/te/requirements.txt` in some folder
     >>> with te.autocast(recipe=DelayedScaling()):
     ...     y = layer(torch.randn(16, 64))
 
-Its tests are in `tests/te/inside`; `TE_SITE=FOLDER python -m pytest tests/te/inside` runs them. On several ranks:
-`activate()` at the top of a file of checks (`tests/distributed/ranks.py`), here `tests/te/te_checks.py`, which
-`tests/te/test_te_ranks.py` starts with `ranks.run(file, 2, TE_SITE=FOLDER)`.
+Its tests are in `tests/te/inside`; `TE_SITE=FOLDER python -m pytest tests/te/inside` runs them. On
+several ranks: `activate()` at the top of a file of checks (`tests/distributed/ranks.py`), here
+`tests/te/te_checks.py`, which `tests/te/test_te_ranks.py` starts with `ranks.run(file, 2,
+TE_SITE=FOLDER)`.
 
-The rest of the process still sees no GPU: `torch.cuda.is_available()` stays False outside of TransformerEngine's files.
+The rest of the process still sees no GPU: `torch.cuda.is_available()` stays False outside of
+TransformerEngine's files.
 """
 
 from __future__ import annotations
@@ -43,7 +48,8 @@ from . import cuda_of_te, extension, reading
 
 
 def activate() -> None:
-    """Make `import transformer_engine.pytorch` work in this process, on the CPU. Calling it again changes nothing.
+    """Make `import transformer_engine.pytorch` work in this process, on the CPU. Calling it again
+    changes nothing.
 
     Environment:
         TE_SITE: a folder to find TransformerEngine in, where it is not on the path.
@@ -57,7 +63,8 @@ def activate() -> None:
         raise RuntimeError("TransformerEngine was imported before activate(): import it afterwards")
     if "TE_SITE" in os.environ and os.environ["TE_SITE"] not in sys.path:
         sys.path.append(os.environ["TE_SITE"])  # behind the packages of the environment
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TransformerEngine's own switch: load no shared libraries
+    # TransformerEngine's own switch: load no shared libraries
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")  # its small fused functions run eagerly
     reading.install(_after_import)
 

@@ -1,11 +1,13 @@
-"""Casts and products with a scale for each block: Float8 block scaling, and MXFP8 (on a device of capability 10.x).
+"""Casts and products with a scale for each block: Float8 block scaling, and MXFP8 (on a device of
+capability 10.x).
 
-Block scaling (transformer_engine/common/transpose/quantize_transpose_*_blockwise.cu): blocks of 1x128 along the last
-dimension, or of 128x128; FP32 scales, by default powers of two; an overflowing scale becomes the largest finite value
-of the input's dtype. The columnwise copy is the transpose, cast anew from the high-precision values where blocks are
-1x128. MXFP8 (common/cast/mxfp8): blocks of 32 with an exponent of 8 bits, rounded up, for rows and columns apart; the
-columnwise copy is not transposed. Scales are kept in rows of TransformerEngine's padded shapes. A GPU also swizzles
-those of MXFP8; here they stay in order, whatever the tensor's flag says, and products read them so.
+Block scaling (transformer_engine/common/transpose/quantize_transpose_*_blockwise.cu): blocks of
+1x128 along the last dimension, or of 128x128; FP32 scales, by default powers of two; an overflowing
+scale becomes the largest finite value of the input's dtype. The columnwise copy is the transpose,
+cast anew from the high-precision values where blocks are 1x128. MXFP8 (common/cast/mxfp8): blocks
+of 32 with an exponent of 8 bits, rounded up, for rows and columns apart; the columnwise copy is not
+transposed. Scales are kept in rows of TransformerEngine's padded shapes. A GPU also swizzles those
+of MXFP8; here they stay in order, whatever the tensor's flag says, and products read them so.
 """
 
 from __future__ import annotations
@@ -32,16 +34,26 @@ def create(quantizer, shape: torch.Size, dtype: torch.dtype, device):
     """Return an empty tensor of TransformerEngine's class for this quantizer, with its usages."""
     is_mx = _is_mx(quantizer)
     if is_mx and (shape[-1] % MX_BLOCK or math.prod(shape[:-1]) % MX_BLOCK):
-        raise RuntimeError(f"MXFP8 requires tensor dims that are divisible by {MX_BLOCK} (got shape={tuple(shape)})")
+        raise RuntimeError(
+            f"MXFP8 requires tensor dims that are divisible by {MX_BLOCK} (got "
+            f"shape={tuple(shape)})"
+        )
     parts = {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     parts |= {"with_gemm_swizzled_scales": quantizer.optimize_for_gemm} if is_mx else {}
     parts |= {} if is_mx else {"is_2D_scaled": quantizer.block_scaling_dim == 2}
-    for usage, wanted in (("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage)):
+    for usage, wanted in (
+        ("rowwise", quantizer.rowwise_usage),
+        ("columnwise", quantizer.columnwise_usage),
+    ):
         size = shape if is_mx or usage == "rowwise" else (*shape[-1:], *shape[:-1])
         scales = quantizer.get_scale_shape(shape, usage == "columnwise") if wanted else ()
         scale_dtype = torch.uint8 if is_mx else torch.float32
-        parts[f"{usage}_data"] = torch.empty(size, dtype=torch.uint8, device=device) if wanted else None
-        parts[f"{usage}_scale_inv"] = torch.zeros(scales, dtype=scale_dtype, device=device) if wanted else None
+        parts[f"{usage}_data"] = (
+            torch.empty(size, dtype=torch.uint8, device=device) if wanted else None
+        )
+        parts[f"{usage}_scale_inv"] = (
+            torch.zeros(scales, dtype=scale_dtype, device=device) if wanted else None
+        )
     storage, tensor = _classes(is_mx)
     if quantizer.internal:
         return storage(**parts, fake_dtype=dtype)
@@ -52,14 +64,19 @@ def cast_into(x: torch.Tensor, quantizer, output) -> None:
     """Write codes and scales of x for each usage of the quantizer into the tensor's buffers."""
     matrix = x.reshape(-1, x.shape[-1])
     fresh = create(quantizer, x.shape, x.dtype, x.device)
-    for usage, wanted in (("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage)):
+    for usage, wanted in (
+        ("rowwise", quantizer.rowwise_usage),
+        ("columnwise", quantizer.columnwise_usage),
+    ):
         names = f"_{usage}_data", f"_{usage}_scale_inv"
         for name in names:
             if not wanted or getattr(output, name) is None:
                 setattr(output, name, getattr(fresh, name))
         if wanted:
             rows = matrix if usage == "rowwise" else matrix.T
-            codes, scales = _cast_mx(rows, quantizer) if _is_mx(quantizer) else _cast_blocks(rows, quantizer)
+            codes, scales = (
+                _cast_mx(rows, quantizer) if _is_mx(quantizer) else _cast_blocks(rows, quantizer)
+            )
             if _is_mx(quantizer) and usage == "columnwise":
                 codes, scales = codes.T, scales.T
             elif not _is_mx(quantizer) and quantizer.block_scaling_dim == 1:
@@ -71,7 +88,8 @@ def cast_into(x: torch.Tensor, quantizer, output) -> None:
 
 
 def dequantize(tensor) -> torch.Tensor:
-    """Return the values of an MXFP8 tensor in FP32 (TransformerEngine's Python handles block scaling)."""
+    """Return the values of an MXFP8 tensor in FP32 (TransformerEngine's Python handles block
+    scaling)."""
     usage = "rowwise" if tensor._rowwise_data is not None else "columnwise"
     values = _mx_values(tensor, rowwise=usage == "rowwise")
     return (values if usage == "rowwise" else values.T).reshape(tensor.size())
@@ -92,16 +110,23 @@ def product(A, transA: bool, B, transB: bool) -> torch.Tensor:
     a, a_scale_inv = _block_operand("A", A, rowwise=transA)  # [m, k], [m, k / 128]
     b, b_scale_inv = _block_operand("B", B, rowwise=not transB)  # [n, k], [n, k / 128]
     if a.shape[0] % 8:
-        raise RuntimeError("Outer dimension requirement on A for NVTE_BLOCK_SCALING GEMM. Caller must pad.")
+        raise RuntimeError(
+            "Outer dimension requirement on A for NVTE_BLOCK_SCALING GEMM. Caller must pad."
+        )
     if b.shape[0] % 8 and not B._is_2D_scaled:
-        raise RuntimeError("Outer dimension requirement on B for NVTE_BLOCK_SCALING GEMM. Caller must pad.")
+        raise RuntimeError(
+            "Outer dimension requirement on B for NVTE_BLOCK_SCALING GEMM. Caller must pad."
+        )
     return scaled_blocks(a, a_scale_inv, b, b_scale_inv, a_first=not A._is_2D_scaled)
 
 
 def scaled_blocks(a, a_scale_inv, b, b_scale_inv, a_first: bool) -> torch.Tensor:
-    """Multiply one block of the contraction after the other, codes in FP32 [m, k] and [n, k]. FP32, [n, m]."""
+    """Multiply one block of the contraction after the other, codes in FP32 [m, k] and [n, k]. FP32,
+    [n, m]."""
     out = torch.zeros(b.shape[0], a.shape[0])
-    for block, (a_codes, b_codes) in enumerate(zip(a.split(BLOCK, 1), b.split(BLOCK, 1), strict=True)):
+    for block, (a_codes, b_codes) in enumerate(
+        zip(a.split(BLOCK, 1), b.split(BLOCK, 1), strict=True)
+    ):
         partial = b_codes @ a_codes.T
         first, then = a_scale_inv[:, block].unsqueeze(0), b_scale_inv[:, block].unsqueeze(1)
         if not a_first:
@@ -112,7 +137,8 @@ def scaled_blocks(a, a_scale_inv, b, b_scale_inv, a_first: bool) -> torch.Tensor
 
 
 def _cast_blocks(rows: torch.Tensor, quantizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 codes [m, k], and scale_inv in FP32: [m, k / 128], or [m / 128, k / 128] for square blocks; rounded up."""
+    """uint8 codes [m, k], and scale_inv in FP32: [m, k / 128], or [m / 128, k / 128] for square
+    blocks; rounded up."""
     height = BLOCK if quantizer.block_scaling_dim == 2 else 1
     m, k = rows.shape
     padded = F.pad(rows.float(), (0, -k % BLOCK, 0, -m % height))
@@ -120,7 +146,9 @@ def _cast_blocks(rows: torch.Tensor, quantizer) -> tuple[torch.Tensor, torch.Ten
     amax = blocks.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax((-1, -2))
     fp8_dtype = casts.FP8_DTYPES[int(quantizer.dtype)]
     limits = torch.finfo(fp8_dtype).max, torch.finfo(rows.dtype).max
-    scale = casts.scale_from_amax(amax, limits[0], quantizer.amax_epsilon, quantizer.force_pow_2_scales, limits[1])
+    scale = casts.scale_from_amax(
+        amax, limits[0], quantizer.amax_epsilon, quantizer.force_pow_2_scales, limits[1]
+    )
     codes = casts.codes_of(blocks * scale[..., None, None], fp8_dtype)
     return codes.transpose(1, 2).reshape(padded.shape)[:m, :k], scale.reciprocal()
 
@@ -153,7 +181,9 @@ def _block_operand(name: str, tensor, rowwise: bool) -> tuple[torch.Tensor, torc
     matrix = codes.reshape(-1, codes.shape[-1]) if rowwise else codes.reshape(codes.shape[0], -1)
     rows, k = matrix.shape
     if k % 16:
-        raise RuntimeError(f"Leading dimension requirement on {name} for NVTE_BLOCK_SCALING GEMM. Caller must pad.")
+        raise RuntimeError(
+            f"Leading dimension requirement on {name} for NVTE_BLOCK_SCALING GEMM. Caller must pad."
+        )
     scale_inv = tensor._rowwise_scale_inv if rowwise else tensor._columnwise_scale_inv
     scale_inv = scale_inv.repeat_interleave(BLOCK, 0) if tensor._is_2D_scaled else scale_inv.T
     values = matrix.contiguous().view(casts.FP8_DTYPES[int(tensor._fp8_dtype)]).float()
@@ -161,12 +191,15 @@ def _block_operand(name: str, tensor, rowwise: bool) -> tuple[torch.Tensor, torc
 
 
 def _mx_values(tensor, rowwise: bool) -> torch.Tensor:
-    """Codes times scales in FP32 with the contraction last: [rows, k] rowwise, [columns, rows] columnwise."""
+    """Codes times scales in FP32 with the contraction last: [rows, k] rowwise, [columns, rows]
+    columnwise."""
     codes = tensor._rowwise_data if rowwise else tensor._columnwise_data
     exponents = tensor._rowwise_scale_inv if rowwise else tensor._columnwise_scale_inv
     if codes is None:
         raise RuntimeError(f"an operand is missing {'row' if rowwise else 'column'}-wise usage")
-    values = codes.view(casts.FP8_DTYPES[int(tensor._fp8_dtype)]).float().reshape(-1, codes.shape[-1])
+    values = (
+        codes.view(casts.FP8_DTYPES[int(tensor._fp8_dtype)]).float().reshape(-1, codes.shape[-1])
+    )
     if not rowwise:
         values, exponents = values.T, exponents.T
     exponents = exponents[: values.shape[0], : values.shape[1] // MX_BLOCK]
@@ -186,7 +219,9 @@ def _classes(is_mx: bool):
     """(storage, tensor) of TransformerEngine."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
-    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import (
+        Float8BlockwiseQTensorStorage,
+    )
     from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
 
     if is_mx:

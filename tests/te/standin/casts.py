@@ -1,8 +1,10 @@
-"""Cast to FP8 with one scale a tensor (delayed and current scaling), and share code between recipes.
+"""Cast to FP8 with one scale a tensor (delayed and current scaling), and share code between
+recipes.
 
-Follows the kernels of transformer_engine/common (cast, recipe, transpose): a value is FP32(x) * scale, rounded to
-nearest even and saturated; NaN stays NaN; scale_inv is 1 / scale in FP32. Codes are kept as uint8, beside their
-transpose where a quantizer asks for columnwise use (a Hopper GPU has FP8 products in one layout only).
+Follows the kernels of transformer_engine/common (cast, recipe, transpose): a value is FP32(x) *
+scale, rounded to nearest even and saturated; NaN stays NaN; scale_inv is 1 / scale in FP32. Codes
+are kept as uint8, beside their transpose where a quantizer asks for columnwise use (a Hopper GPU
+has FP8 products in one layout only).
 """
 
 from __future__ import annotations
@@ -14,12 +16,20 @@ from . import blocks
 
 FP8_DTYPES = {7: torch.float8_e4m3fn, 8: torch.float8_e5m2}
 """TransformerEngine's number of an FP8 type -> torch's."""
-DTYPES = {0: torch.uint8, 2: torch.int32, 4: torch.float32, 5: torch.float16, 6: torch.bfloat16, **FP8_DTYPES}
+DTYPES = {
+    0: torch.uint8,
+    2: torch.int32,
+    4: torch.float32,
+    5: torch.float16,
+    6: torch.bfloat16,
+    **FP8_DTYPES,
+}
 FLT_MAX = torch.finfo(torch.float32).max
 
 
 def quantize(tensor: torch.Tensor, quantizer, output=None, noop: torch.Tensor | None = None):
-    """`tensor` cast by a quantizer of TransformerEngine's Python, into `output` or a new quantized tensor."""
+    """`tensor` cast by a quantizer of TransformerEngine's Python, into `output` or a new quantized
+    tensor."""
     x = tensor.detach().contiguous()
     if output is None:
         output = create_empty_quantized_tensor(quantizer, x.shape, x.dtype, x.device, False)
@@ -51,15 +61,24 @@ def bgrad_quantize(input: torch.Tensor, quantizer) -> list:
     return [bias_gradient, input if quantizer is None else quantize(input, quantizer)]
 
 
-def split_quantize(tensor: torch.Tensor, split_sections, quantizer_list, disable_bulk_allocation: bool = False) -> list:
+def split_quantize(
+    tensor: torch.Tensor, split_sections, quantizer_list, disable_bulk_allocation: bool = False
+) -> list:
     """Each section of the rows with its own quantizer."""
     sections = tensor.split(list(split_sections))
-    return [quantize(part, quantizer) for part, quantizer in zip(sections, quantizer_list, strict=True)]
+    return [
+        quantize(part, quantizer) for part, quantizer in zip(sections, quantizer_list, strict=True)
+    ]
 
 
-def fused_multi_row_padding(input: torch.Tensor, output: torch.Tensor, input_row_list, padded_input_row_list) -> None:
-    """Copy the rows of each section, and zeros behind them, into `output` (common/util/padding.cu)."""
-    for rows, padded in zip(input.split(input_row_list), output.split(padded_input_row_list), strict=True):
+def fused_multi_row_padding(
+    input: torch.Tensor, output: torch.Tensor, input_row_list, padded_input_row_list
+) -> None:
+    """Copy the rows of each section, and zeros behind them, into `output`
+    (common/util/padding.cu)."""
+    for rows, padded in zip(
+        input.split(input_row_list), output.split(padded_input_row_list), strict=True
+    ):
         padded.zero_()[: len(rows)] = rows
 
 
@@ -67,7 +86,9 @@ def fused_multi_row_unpadding(
     input: torch.Tensor, output: torch.Tensor, input_row_list, unpadded_input_row_list
 ) -> None:
     """Copy the first rows of each section into `output`."""
-    for padded, rows in zip(input.split(input_row_list), output.split(unpadded_input_row_list), strict=True):
+    for padded, rows in zip(
+        input.split(input_row_list), output.split(unpadded_input_row_list), strict=True
+    ):
         rows.copy_(padded[: len(rows)])
 
 
@@ -91,13 +112,17 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
     return x.float().abs().nan_to_num(nan=0.0, posinf=float("inf")).amax()
 
 
-def scale_from_amax(amax: torch.Tensor, fp8_max: float, epsilon: float, power_of_two: bool, for_inf: float):
-    """`compute_scale_from_amax` of common/recipe/recipe_common.cuh, element by element. FP32 in and out."""
+def scale_from_amax(
+    amax: torch.Tensor, fp8_max: float, epsilon: float, power_of_two: bool, for_inf: float
+):
+    """`compute_scale_from_amax` of common/recipe/recipe_common.cuh, element by element. FP32 in and
+    out."""
     amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
     scale = torch.full_like(amax, fp8_max) / amax
     scale = torch.where(torch.isinf(scale), torch.full_like(scale, for_inf), scale)
     if power_of_two:
-        scale = (scale.view(torch.int32) & -0x00800000).view(torch.float32)  # 0xFF800000: sign and exponent
+        # 0xFF800000: sign and exponent
+        scale = (scale.view(torch.int32) & -0x00800000).view(torch.float32)
     return torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(scale), scale)
 
 
@@ -112,13 +137,17 @@ def _cast_into(x: torch.Tensor, quantizer, output) -> None:
         blocks.cast_into(x, quantizer, output)
         return
     scale = (
-        _delayed_scale(x, quantizer) if type(quantizer).__name__ == "Float8Quantizer" else _current_scale(x, quantizer)
+        _delayed_scale(x, quantizer)
+        if type(quantizer).__name__ == "Float8Quantizer"
+        else _current_scale(x, quantizer)
     )
     codes = codes_of(x.float() * scale, FP8_DTYPES[int(quantizer.dtype)])
     on_hopper = not any_layout()
     output._data = _into(output._data, codes) if quantizer.rowwise_usage or not on_hopper else None
     with_transpose = quantizer.columnwise_usage and on_hopper
-    output._transpose = _into(output._transpose, _last_dimension_first(codes)) if with_transpose else None
+    output._transpose = (
+        _into(output._transpose, _last_dimension_first(codes)) if with_transpose else None
+    )
     output._transpose_invalid = not with_transpose
     output._fp8_dtype = quantizer.dtype
     output._scale_inv.copy_(scale.reciprocal())
@@ -133,9 +162,13 @@ def _delayed_scale(x: torch.Tensor, quantizer) -> torch.Tensor:
 def _current_scale(x: torch.Tensor, quantizer) -> torch.Tensor:
     amax = amax_of(x)
     if quantizer.with_amax_reduction:
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
+        dist.all_reduce(
+            amax, dist.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group()
+        )
     largest = torch.finfo(FP8_DTYPES[int(quantizer.dtype)]).max
-    return scale_from_amax(amax, largest, quantizer.amax_epsilon, quantizer.force_pow_2_scales, FLT_MAX)
+    return scale_from_amax(
+        amax, largest, quantizer.amax_epsilon, quantizer.force_pow_2_scales, FLT_MAX
+    )
 
 
 def _create_per_tensor(quantizer, shape: torch.Size, dtype: torch.dtype, device):
@@ -148,7 +181,9 @@ def _create_per_tensor(quantizer, shape: torch.Size, dtype: torch.dtype, device)
     on_hopper = not any_layout()
     parts = {
         "data": empty(*shape) if quantizer.rowwise_usage or not on_hopper else None,
-        "data_transpose": empty(*shape[-1:], *shape[:-1]) if quantizer.columnwise_usage and on_hopper else None,
+        "data_transpose": empty(*shape[-1:], *shape[:-1])
+        if quantizer.columnwise_usage and on_hopper
+        else None,
         "fp8_scale_inv": torch.empty(1, dtype=torch.float32, device=device),
         "fp8_dtype": quantizer.dtype,
         "quantizer": quantizer,

@@ -1,4 +1,5 @@
-"""Stand in for `torch.cuda` in TransformerEngine's modules: one device, of a given compute capability.
+"""Stand in for `torch.cuda` in TransformerEngine's modules: one device, of a given compute
+capability.
 
 Other names come from the real `torch.cuda`.
 """
@@ -33,7 +34,11 @@ def get_device_capability(device=None) -> tuple[int, int]:
 def get_device_properties(device=None) -> SimpleNamespace:
     major, minor = capability
     return SimpleNamespace(
-        major=major, minor=minor, multi_processor_count=132, name="a CPU that stands in for a GPU", total_memory=0
+        major=major,
+        minor=minor,
+        multi_processor_count=132,
+        name="a CPU that stands in for a GPU",
+        total_memory=0,
     )
 
 
@@ -75,7 +80,10 @@ class CUDAGraph:
 
 default_generators = (torch.default_generator,)
 nvtx = SimpleNamespace(
-    range=lambda message: nullcontext(), range_push=lambda message: None, range_pop=lambda: None, mark=lambda text: None
+    range=lambda message: nullcontext(),
+    range_push=lambda message: None,
+    range_pop=lambda: None,
+    mark=lambda text: None,
 )
 
 

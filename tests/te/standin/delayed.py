@@ -1,4 +1,5 @@
-"""The fused update of delayed scaling: transformer_engine/common/recipe/delayed_scaling.cu, `kernel_bulk`."""
+"""The fused update of delayed scaling: transformer_engine/common/recipe/delayed_scaling.cu,
+`kernel_bulk`."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ def fused_amax_and_scale_update_after_reduction(
 ) -> None:
     """Roll the histories and set the scales of many modules, in place.
 
-    amax_reduction_buffer: FP32, the reduced amaxes of all modules in a row. amax_histories: FP32 [length, tensors] of
-    each module. scales: FP32 [tensors] of each. As in the kernel, one tensor of one module after the other: an amax of
-    zero leaves history and scale alone.
+    amax_reduction_buffer: FP32, the reduced amaxes of all modules in a row. amax_histories: FP32
+    [length, tensors] of each module. scales: FP32 [tensors] of each. As in the kernel, one tensor
+    of one module after the other: an amax of zero leaves history and scale alone.
     """
     scaled_max = torch.tensor(torch.finfo(FP8_DTYPES[int(fp8_dtype)]).max * 2.0**-margin)  # FP32
     reduced = iter(amax_reduction_buffer.tolist())
@@ -31,8 +32,11 @@ def fused_amax_and_scale_update_after_reduction(
                 _update(column, scale[tensor], last, amax_compute_algo, scaled_max)
 
 
-def _update(history: torch.Tensor, scale: torch.Tensor, last: torch.Tensor, algorithm: str, scaled_max) -> None:
-    """One tensor: history [length] and its 0-dimensional scale, in place, from its last amax, not zero."""
+def _update(
+    history: torch.Tensor, scale: torch.Tensor, last: torch.Tensor, algorithm: str, scaled_max
+) -> None:
+    """One tensor: history [length] and its 0-dimensional scale, in place, from its last amax, not
+    zero."""
     rolled = torch.cat([history[1:], last.reshape(1)])
     amax = last if algorithm == "most_recent" else _fmax_of(rolled)
     rolled[0] = 0

@@ -1,4 +1,5 @@
-"""LayerNorm and RMSNorm forward and backward, in FP32 whatever the dtypes: transformer_engine/common/normalization."""
+"""LayerNorm and RMSNorm forward and backward, in FP32 whatever the dtypes:
+transformer_engine/common/normalization."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ import torch
 from .casts import DTYPES, create_empty_quantized_tensor, quantize
 
 
-def layernorm_fwd(input, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma) -> list:
-    """Return [y, mean, rsigma]: y [rows, n] of `otype`, or quantized with a quantizer; mean and rsigma FP32 [rows]."""
+def layernorm_fwd(
+    input, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma
+) -> list:
+    """Return [y, mean, rsigma]: y [rows, n] of `otype`, or quantized with a quantizer; mean and
+    rsigma FP32 [rows]."""
     x = input.float()
     mean = x.mean(-1, keepdim=True)
     rsigma = (x - mean).square().mean(-1, keepdim=True).add(eps).rsqrt()
@@ -28,7 +32,9 @@ def layernorm_bwd(dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma) -> l
     return [dx.to(x.dtype), dgamma.to(gamma.dtype), dz.float().sum(0).to(gamma.dtype)]
 
 
-def rmsnorm_fwd(input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma) -> list:
+def rmsnorm_fwd(
+    input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma
+) -> list:
     """[y, None, rsigma], as `layernorm_fwd`."""
     x = input.float()
     rsigma = x.square().mean(-1, keepdim=True).add(eps).rsqrt()
@@ -59,10 +65,15 @@ def _gamma(weight: torch.Tensor, zero_centered_gamma: bool) -> torch.Tensor:
 
 
 def _output(y: torch.Tensor, out, quantizer, otype):
-    """Take delayed scaling's codes and amax from the FP32 values; all others first round to `otype`."""
+    """Take delayed scaling's codes and amax from the FP32 values; all others first round to
+    `otype`."""
     dtype = DTYPES[int(otype)]
     if type(quantizer).__name__ == "Float8Quantizer":
-        made = create_empty_quantized_tensor(quantizer, y.shape, dtype, y.device, False) if out is None else out
+        made = (
+            create_empty_quantized_tensor(quantizer, y.shape, dtype, y.device, False)
+            if out is None
+            else out
+        )
         return quantize(y, quantizer, made)
     y = y.to(dtype)
     if quantizer is not None:

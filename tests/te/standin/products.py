@@ -1,7 +1,9 @@
-"""Multiply quantized matrices: `generic_gemm`, like cuBLAS on TransformerEngine's device, and many at once.
+"""Multiply quantized matrices: `generic_gemm`, like cuBLAS on TransformerEngine's device, and many
+at once.
 
-BLAS counts columns first, so in the row-major terms of PyTorch: with A [m, k] and B [n, k] after their transpositions,
-D = B @ A.T, [n, m]. Codes are exact in FP32, products of two codes too; they are summed in FP32, in the CPU's order.
+BLAS counts columns first, so in the row-major terms of PyTorch: with A [m, k] and B [n, k] after
+their transpositions, D = B @ A.T, [n, m]. Codes are exact in FP32, products of two codes too; they
+are summed in FP32, in the CPU's order.
 """
 
 from __future__ import annotations
@@ -38,14 +40,17 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list:
-    """Return [D, gradient of the bias, input of the GELU, extra output]; the last two are always None here.
+    """Return [D, gradient of the bias, input of the GELU, extra output]; the last two are always
+    None here.
 
     Raises:
         RuntimeError: cuBLAS or the compiled module refuse: sizes, or a missing transpose.
         NotImplementedError: GELU, overlap with communication.
     """
     if gelu or comm_overlap is not None or extra_output is not None:
-        raise NotImplementedError("generic_gemm: the stand-in does not emulate GELU or overlapped communication")
+        raise NotImplementedError(
+            "generic_gemm: the stand-in does not emulate GELU or overlapped communication"
+        )
     shape = _output_shape(_shape(A), transA, _shape(B), transB)
     product = _product(A, transA, B, transB) * alpha
     bias_gradient = None
@@ -77,10 +82,12 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> list[torch.Tensor]:
-    """Compute one product after the other (csrc/extensions/gemm.cpp): into consecutive rows of D[0] for a single
-    output, else each into its own. Products with an empty operand are zeros. Returns `bias`, the gradients if
-    `grad`."""
-    outer = [_output_shape(_shape(a), transA, _shape(b), transB)[0] for a, b in zip(A, B, strict=True)]
+    """Compute one product after the other (csrc/extensions/gemm.cpp): into consecutive rows of D[0]
+    for a single output, else each into its own. Products with an empty operand are zeros. Returns
+    `bias`, the gradients if `grad`."""
+    outer = [
+        _output_shape(_shape(a), transA, _shape(b), transB)[0] for a, b in zip(A, B, strict=True)
+    ]
     outs = D[0].split(outer) if single_output else D
     for a, b, out, own in zip(A, B, outs, bias, strict=True):
         if 0 in _shape(a) or 0 in _shape(b):
@@ -91,30 +98,42 @@ def te_general_grouped_gemm(
             continue
         product = (a, transA, b, transB, out, None, D_type, own if own.numel() else None, bias_type)
         _, bias_gradient, *_ = generic_gemm(
-            *product, False, None, grad, workspace[0], workspaceSize, accumulate, use_split_accumulator
+            *product,
+            False,
+            None,
+            grad,
+            workspace[0],
+            workspaceSize,
+            accumulate,
+            use_split_accumulator,
         )
         if bias_gradient is not None:
             own.copy_(bias_gradient)
     return bias
 
 
-def _store(product: torch.Tensor, D, accumulate: bool, beta: float | None, output_dtype, A) -> torch.Tensor:
+def _store(
+    product: torch.Tensor, D, accumulate: bool, beta: float | None, output_dtype, A
+) -> torch.Tensor:
     if D is None:
         return product.to(DTYPES[int(output_dtype)] if output_dtype is not None else A.dtype)
     if D.shape != product.shape:
-        raise RuntimeError(f"GEMM output has invalid dims (expected {tuple(product.shape)}, got {tuple(D.shape)})")
+        raise RuntimeError(
+            f"GEMM output has invalid dims (expected {tuple(product.shape)}, got {tuple(D.shape)})"
+        )
     if accumulate:
         product = product + D.float() * (1.0 if beta is None else beta)
     return D.copy_(product)
 
 
 def _output_shape(a: tuple[int, ...], transA: bool, b: tuple[int, ...], transB: bool) -> list[int]:
-    """Return the leading dimensions of B and the outer one of A; raise if the contraction differs."""
+    """Return the leading dimensions of B and the outer one of A; raise if the contraction
+    differs."""
     a_rows, b_rows = math.prod(a[:-1]), math.prod(b[:-1])
     if (a[-1] if transA else a_rows) != (b_rows if transB else b[-1]):
         raise RuntimeError(
-            f"Invalid matrix dimensions for GEMM (A=({a_rows},{a[-1]}), transa={transA}, B=({b_rows},{b[-1]}), "
-            f"transb={transB})"
+            f"Invalid matrix dimensions for GEMM (A=({a_rows},{a[-1]}), transa={transA}, "
+            f"B=({b_rows},{b[-1]}), transb={transB})"
         )
     return [*((b[-1],) if transB else b[:-1]), a_rows if transA else a[-1]]
 
@@ -137,12 +156,14 @@ def _product(A, transA: bool, B, transB: bool) -> torch.Tensor:
 
 
 def scaled_codes(a, a_scale_inv, b, b_scale_inv) -> torch.Tensor:
-    """`(b * b_scale_inv) @ (a * a_scale_inv).T` of FP8 codes [m, k] and [n, k] with one scale each. FP32, [n, m]."""
+    """`(b * b_scale_inv) @ (a * a_scale_inv).T` of FP8 codes [m, k] and [n, k] with one scale each.
+    FP32, [n, m]."""
     return b.float() @ a.float().T * b_scale_inv * a_scale_inv
 
 
 def _operand(name: str, tensor, rowwise: bool) -> torch.Tensor:
-    """FP8 codes with the contraction last, from the rowwise data or, on Hopper, from the transpose."""
+    """FP8 codes with the contraction last, from the rowwise data or, on Hopper, from the
+    transpose."""
     if rowwise:
         codes = tensor._data
     elif any_layout():
@@ -153,7 +174,9 @@ def _operand(name: str, tensor, rowwise: bool) -> torch.Tensor:
         raise RuntimeError(f"Input {name} is missing {'row' if rowwise else 'column'}-wise usage")
     matrix = codes.reshape(-1, codes.shape[-1]) if rowwise else codes.reshape(codes.shape[0], -1)
     if matrix.shape[1] % 16:
-        raise RuntimeError(f"Leading dimension requirement on {name} for FP8 GEMM. Caller must pad.")
+        raise RuntimeError(
+            f"Leading dimension requirement on {name} for FP8 GEMM. Caller must pad."
+        )
     return matrix.contiguous().view(FP8_DTYPES[int(tensor._fp8_dtype)])
 
 

@@ -1,14 +1,16 @@
 """Translate TransformerEngine's own source files from CUDA to CPU.
 
-TransformerEngine's Python asks `torch.cuda` for a device, allocates on "cuda" and refuses CPU tensors. The real
-`torch.cuda` stays as it is, because the rest of the process must go on seeing no GPU. So each source file of the
-package `transformer_engine`, and no other, is translated while it is imported:
+TransformerEngine's Python asks `torch.cuda` for a device, allocates on "cuda" and refuses CPU
+tensors. The real `torch.cuda` stays as it is, because the rest of the process must go on seeing no
+GPU. So each source file of the package `transformer_engine`, and no other, is translated while it
+is imported:
 
     "cuda"                      ->  "cpu"             as a whole string: devices, device types of autocast
     torch.cuda.…                ->  cuda_of_te.…      (`standin.cuda_of_te`)
     device=current_device()     ->  device="cpu"
     tensor.is_cuda, t.cuda()    ->  tensor.is_cpu, t.cpu()
-    torch.is_autocast_enabled() ->  torch.is_autocast_enabled("cpu"); without a device it asks about CUDA
+    torch.is_autocast_enabled() ->  torch.is_autocast_enabled("cpu"); without a device it asks about
+    CUDA
     torch.version.cuda          ->  "13.0"
     import triton, onnx, …      ->  import of a placeholder that may be named and decorated with, but not run
 
@@ -100,7 +102,8 @@ def _dotted(node: ast.AST) -> str:
 
 
 class Loader(importlib.machinery.SourceFileLoader):
-    """Load one source file, translated. Its bytecode is cached under a name specific to this translation."""
+    """Load one source file, translated. Its bytecode is cached under a name specific to this
+    translation."""
 
     after: Callable[[ModuleType], None]
 
@@ -134,7 +137,8 @@ def _translated(source: bytes, path: str) -> CodeType:
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Find TransformerEngine's modules and the placeholders. `after` is called with each executed module."""
+    """Find TransformerEngine's modules and the placeholders. `after` is called with each executed
+    module."""
 
     def __init__(self, after: Callable[[ModuleType], None]) -> None:
         self._after = after
@@ -167,7 +171,9 @@ class Placeholder:
         return Placeholder(f"{self._name}(…)")
 
     def __getitem__(self, key):
-        raise NotImplementedError(f"{self._name} is a placeholder: the stand-in for TransformerEngine does not run it")
+        raise NotImplementedError(
+            f"{self._name} is a placeholder: the stand-in for TransformerEngine does not run it"
+        )
 
 
 class _PlaceholderLoader(importlib.abc.Loader):

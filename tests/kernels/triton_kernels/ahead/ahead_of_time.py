@@ -1,4 +1,5 @@
-"""Kernels compiled to machine code of compute capability 9.0 (H100, H200), on a machine without a GPU."""
+"""Kernels compiled to machine code of compute capability 9.0 (H100, H200), on a machine without a
+GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class MachineCode(NamedTuple):
     stack: int
     """Bytes of local memory of a thread, for spills and arrays."""
     shared: int
-    """Bytes of shared memory of a program; Hopper has 227 KiB for all programs of a multiprocessor."""
+    """Bytes of shared memory of a program; Hopper has 227 KiB for all programs of a
+    multiprocessor."""
 
     def widths(self, instruction: str) -> set[int]:
         """Return the bits moved per thread by each access to global memory: `ld` or `st`."""
@@ -32,34 +34,47 @@ class MachineCode(NamedTuple):
         return {int(count or 1) * int(bits) for count, bits in found}
 
 
-def compiled(kernel, signature: dict[str, str], constants: dict[str, object], tmp_path: Path, **options) -> MachineCode:
-    """Compile a kernel like the launcher, for arguments divisible by 16, as large tensors' pointers are.
+def compiled(
+    kernel, signature: dict[str, str], constants: dict[str, object], tmp_path: Path, **options
+) -> MachineCode:
+    """Compile a kernel like the launcher, for arguments divisible by 16, as large tensors' pointers
+    are.
 
     Args:
-        signature: "*bf16", "*u8", "fp32", "i32", … by the name of each parameter that is no constant. "i32" are
-            numbers of any value; "i32:16" multiples of 16. All pointers are.
+        signature: "*bf16", "*u8", "fp32", "i32", … by the name of each parameter that is no
+            constant. "i32" are numbers of any value; "i32:16" multiples of 16. All pointers are.
         constants: the values of the others.
         options: num_warps and the like.
     """
     names = kernel.arg_names
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t[0] == "*" or ":16" in t}
+    aligned = {
+        (names.index(n),): [["tt.divisibility", 16]]
+        for n, t in signature.items()
+        if t[0] == "*" or ":16" in t
+    }
     types = {name: signature.get(name, "constexpr").split(":")[0] for name in names}
     source = ASTSource(kernel, signature=types, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=HOPPER, options={**OPTIONS, **options})
     assert not miscompiled(made.asm["ptx"]), "ptxas reads some of these codes too early"
     cubin = tmp_path / f"{kernel.fn.__name__}.cubin"
     cubin.write_bytes(made.asm["cubin"])
-    usage = subprocess.run([_CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
-    registers, stack = (int(re.search(rf"{name}:(\d+)", usage.stdout)[1]) for name in ("REG", "STACK"))
+    usage = subprocess.run(
+        [_CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    )
+    registers, stack = (
+        int(re.search(rf"{name}:(\d+)", usage.stdout)[1]) for name in ("REG", "STACK")
+    )
     local = int(re.search(r"LOCAL:(\d+)", usage.stdout)[1])
     return MachineCode(made.asm["ptx"], registers, max(stack, local), made.metadata.shared)
 
 
 def miscompiled(ptx: str) -> list[str]:
-    """List the registers of FP8 casts used more than once: packed into a word, and their bytes one by one.
+    """List the registers of FP8 casts used more than once: packed into a word, and their bytes one
+    by one.
 
-    ptxas of CUDA 12.8 and 12.9 then reads bytes before the cast writes them. Seen on an H200: transposed codes of FP32
-    matrices were wrong. Casts by `hardware_codes` hide the register of a pair.
+    ptxas of CUDA 12.8 and 12.9 then reads bytes before the cast writes them. Seen on an H200:
+    transposed codes of FP32 matrices were wrong. Casts by `hardware_codes` hide the register of a
+    pair.
     """
     casts = re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2\.f32\s+(%\w+),", ptx)
     return [cast for cast in casts if len(re.findall(rf"{cast}\b", ptx)) > 2]

@@ -1,4 +1,5 @@
-"""The keys of Triton's disk cache: another constant of a kernel, as after an upgrade, is another key."""
+"""The keys of Triton's disk cache: another constant of a kernel, as after an upgrade, is another
+key."""
 
 from __future__ import annotations
 
@@ -21,10 +22,17 @@ def functions() -> Iterator[JITCallable]:
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         if module.name.rpartition(".")[2].startswith("triton_"):
             members = vars(importlib.import_module(module.name)).values()
-            yield from (each for each in members if isinstance(each, JITCallable) and each.fn.__module__ == module.name)
+            yield from (
+                each
+                for each in members
+                if isinstance(each, JITCallable) and each.fn.__module__ == module.name
+            )
 
 
-FUNCTIONS = {f"{each.fn.__module__.removeprefix(kernels.__name__)}.{each.fn.__name__}": each for each in functions()}
+FUNCTIONS = {
+    f"{each.fn.__module__.removeprefix(kernels.__name__)}.{each.fn.__name__}": each
+    for each in functions()
+}
 
 
 def key_of(function: JITCallable) -> str:
@@ -34,7 +42,11 @@ def key_of(function: JITCallable) -> str:
     return function.cache_key
 
 
-KERNELS = [name for name, each in FUNCTIONS.items() if isinstance(each, JITFunction) and name.endswith("_kernel")]
+KERNELS = [
+    name
+    for name, each in FUNCTIONS.items()
+    if isinstance(each, JITFunction) and name.endswith("_kernel")
+]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -42,7 +54,9 @@ def test_cache_key_covers_each_global_value(name, monkeypatch):
     """Include the globals of called functions."""
     function = FUNCTIONS[name]
     key = key_of(function)
-    found = {at: where for each in FUNCTIONS.values() for at, where in each.used_global_vals.items()}
+    found = {
+        at: where for each in FUNCTIONS.values() for at, where in each.used_global_vals.items()
+    }
     for (variable, _), (value, variables) in found.items():
         other = tl.constexpr({"another": 1}) if isinstance(value, tl.constexpr) else {"another": 1}
         monkeypatch.setitem(variables, variable, other)
@@ -64,7 +78,12 @@ def test_cache_key_covers_each_value_of_adam_kinds(monkeypatch):
             monkeypatch.undo()
         assert key(kind) == before
     before = key(KINDS["O2"])
-    for name, other in {"_CHUNK": 4096, "_LANES": 8, "EXP_AVG_BITS": (1, 2), "WEIGHT_BITS": (3, 4)}.items():
+    for name, other in {
+        "_CHUNK": 4096,
+        "_LANES": 8,
+        "EXP_AVG_BITS": (1, 2),
+        "WEIGHT_BITS": (3, 4),
+    }.items():
         monkeypatch.setattr(triton_adam, name, other)
         assert key(KINDS["O2"]) != before, name
         monkeypatch.undo()

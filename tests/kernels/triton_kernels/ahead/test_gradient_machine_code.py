@@ -1,4 +1,5 @@
-"""Check the kernels over E4M3 gradients for a Hopper GPU: nothing in local memory, wide accesses."""
+"""Check the kernels over E4M3 gradients for a Hopper GPU: nothing in local memory, wide
+accesses."""
 
 from __future__ import annotations
 
@@ -10,10 +11,19 @@ from fp8_backends.kernels import triton_backward as kernels
 
 @pytest.mark.parametrize("dtype, widest", [("*bf16", 128), ("*fp32", 128)])
 def test_sum_uses_vector_accesses(dtype, widest, tmp_path):
-    signature = {"codes_ptr": "*u8", "scale_inv_ptr": "*fp32", "addend_ptr": dtype, "total_ptr": "*fp32"}
+    signature = {
+        "codes_ptr": "*u8",
+        "scale_inv_ptr": "*fp32",
+        "addend_ptr": dtype,
+        "total_ptr": "*fp32",
+    }
     signature |= {"numel": "i32:16"}
     code = compiled(
-        kernels.accumulate_kernel, signature, {"BLOCK": kernels.ADDED}, tmp_path, num_warps=kernels.ADDING_WARPS
+        kernels.accumulate_kernel,
+        signature,
+        {"BLOCK": kernels.ADDED},
+        tmp_path,
+        num_warps=kernels.ADDING_WARPS,
     )
     assert code.stack == 0 and code.registers <= 128
     assert code.widths("st") == {128} and widest in code.widths("ld")
@@ -22,7 +32,12 @@ def test_sum_uses_vector_accesses(dtype, widest, tmp_path):
 def test_norm_uses_vector_loads(tmp_path):
     signature = {"codes_ptr": "*u8", "partial_ptr": "*fp32", "numel": "i32:16", "blocks": "i32"}
     code = compiled(
-        *(kernels.squares_kernel, signature, {"BLOCK": kernels.SQUARED, "HAS_FP8_CASTS": True}, tmp_path),
+        *(
+            kernels.squares_kernel,
+            signature,
+            {"BLOCK": kernels.SQUARED, "HAS_FP8_CASTS": True},
+            tmp_path,
+        ),
         num_warps=kernels.SQUARING_WARPS,
     )
     assert code.stack == 0 and code.registers <= 64
@@ -30,6 +45,11 @@ def test_norm_uses_vector_loads(tmp_path):
 
 
 def test_final_norm_sum_fits_in_registers(tmp_path):
-    signature = {"partial_ptr": "*fp32", "partials": "i32", "scale_inv_ptr": "*fp32", "norm_ptr": "*fp32"}
+    signature = {
+        "partial_ptr": "*fp32",
+        "partials": "i32",
+        "scale_inv_ptr": "*fp32",
+        "norm_ptr": "*fp32",
+    }
     code = compiled(kernels.norm_kernel, signature, {}, tmp_path, num_warps=4)
     assert code.stack == 0

@@ -1,11 +1,17 @@
-"""Check the kernels that quantize groups of rows and experts for a Hopper GPU: nothing in local memory, enough wide
-accesses for any groups."""
+"""Check the kernels that quantize groups of rows and experts for a Hopper GPU: nothing in local
+memory, enough wide accesses for any groups."""
 
 from __future__ import annotations
 
 import pytest
 from ahead_of_time import MachineCode, compiled
-from test_quantize_machine_code import CASTS, SCALES, assert_fast, assert_rounds_as_the_reference, split
+from test_quantize_machine_code import (
+    CASTS,
+    SCALES,
+    assert_fast,
+    assert_rounds_as_the_reference,
+    split,
+)
 
 from fp8_backends.kernels import triton_groups
 from fp8_backends.kernels.triton_matrix import AMAX_ROW_TILE, CAST_TILE, limits
@@ -29,8 +35,19 @@ def amax(tmp_path, dtype: str, kind: str, lines: bool) -> MachineCode:
 
 
 def cast(tmp_path, dtype: str, kind: str, lines: bool, **changed) -> MachineCode:
-    arguments = {"x_ptr": dtype, "codes_ptr": "*u8", "transposed_ptr": "*u8", **SCALES, "bits_ptr": "*i32"}
-    arguments |= {"given_ptr": None, "given_stride": 0, "row_scale_ptr": "*fp32" if lines else None, "LINES": lines}
+    arguments = {
+        "x_ptr": dtype,
+        "codes_ptr": "*u8",
+        "transposed_ptr": "*u8",
+        **SCALES,
+        "bits_ptr": "*i32",
+    }
+    arguments |= {
+        "given_ptr": None,
+        "given_stride": 0,
+        "row_scale_ptr": "*fp32" if lines else None,
+        "LINES": lines,
+    }
     arguments |= {**OWNERS[kind], **LARGE, "groups": "i32", "tiles": "i32", **CASTS, **changed}
     del arguments["stored_scale_inv_ptr"]
     return of(triton_groups.cast_kernel, tmp_path, CAST_TILE, arguments)

@@ -1,5 +1,5 @@
-"""Check the cross-entropy kernel for a Hopper GPU: nothing in local memory, wide accesses, two programs at a time on a
-multiprocessor."""
+"""Check the cross-entropy kernel for a Hopper GPU: nothing in local memory, wide accesses, two
+programs at a time on a multiprocessor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from ahead_of_time import compiled
 from fp8_backends.kernels import triton_backward
 
 POINTERS = {"label_ptr": "*i64", "loss_ptr": "*fp32"}
-NUMBERS = {"words": "i32:16", "row_stride": "i32:16", "ignore_index": "i32", "on_label": "fp32", "on_all": "fp32"}
+NUMBERS = {
+    "words": "i32:16",
+    "row_stride": "i32:16",
+    "ignore_index": "i32",
+    "on_label": "fp32",
+    "on_all": "fp32",
+}
 
 
 @pytest.mark.parametrize("is_smooth", [False, True])
@@ -19,7 +25,11 @@ def test_row_loss_machine_code(dtype, is_smooth, tmp_path):
     block = triton_backward.SMOOTH_BLOCK if is_smooth else triton_backward.BLOCK
     constants = {"IS_SMOOTH": is_smooth, "BLOCK": block}
     code = compiled(
-        triton_backward.cross_entropy_kernel, signature, constants, tmp_path, num_warps=triton_backward.WARPS
+        triton_backward.cross_entropy_kernel,
+        signature,
+        constants,
+        tmp_path,
+        num_warps=triton_backward.WARPS,
     )
     assert code.stack == 0, "registers are spilled"
     assert max(code.widths("ld")) == max(code.widths("st")) == 128

@@ -27,8 +27,8 @@ OF_VALUES = {"HAS_FP8_CASTS": True, "TILE": triton_messages.TILE}
 
 
 def is_wide(code) -> None:
-    """Tell if values, codes and local data move in vectors of 16 bytes; exponents, one for 128 values, move in
-    bytes."""
+    """Tell if values, codes and local data move in vectors of 16 bytes; exponents, one for 128
+    values, move in bytes."""
     assert max(code.widths("ld")) == max(code.widths("st")) == 128
     assert code.widths("st") <= {128, 32, 8}  # 32: the scales
     assert code.stack == 0 and code.registers <= 128
@@ -37,8 +37,17 @@ def is_wide(code) -> None:
 
 @pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float32])
 def test_packing_machine_code(dtype, tmp_path):
-    constants = {"DTYPE": dtype, "SCALED": False, "OWN_ROW": True, "KEPT": True, **OF_PARTS, **OF_VALUES}
-    code = compiled(triton_messages.pack_kernel, PACK, constants, tmp_path, num_warps=triton_messages.WARPS)
+    constants = {
+        "DTYPE": dtype,
+        "SCALED": False,
+        "OWN_ROW": True,
+        "KEPT": True,
+        **OF_PARTS,
+        **OF_VALUES,
+    }
+    code = compiled(
+        triton_messages.pack_kernel, PACK, constants, tmp_path, num_warps=triton_messages.WARPS
+    )
     is_wide(code)
     assert "cvt.rn.satfinite.e4m3x2" in code.ptx
 
@@ -47,10 +56,26 @@ def test_packing_machine_code(dtype, tmp_path):
 def test_summing_machine_code(out, encoded, tmp_path):
     constants = {"RANKS": 8, "TOGETHER": triton_messages.TOGETHER, "ENCODED": encoded, **OF_VALUES}
     signature = {**SUM, "out_ptr": out}
-    is_wide(compiled(triton_messages.sum_kernel, signature, constants, tmp_path, num_warps=triton_messages.WARPS))
+    is_wide(
+        compiled(
+            triton_messages.sum_kernel,
+            signature,
+            constants,
+            tmp_path,
+            num_warps=triton_messages.WARPS,
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype, codes", [(tl.bfloat16, False), (tl.uint8, True)])
 def test_unpacking_machine_code(dtype, codes, tmp_path):
     constants = {"DTYPE": dtype, "CODES": codes, **OF_PARTS}
-    is_wide(compiled(triton_messages.unpack_kernel, UNPACK, constants, tmp_path, num_warps=triton_messages.WARPS))
+    is_wide(
+        compiled(
+            triton_messages.unpack_kernel,
+            UNPACK,
+            constants,
+            tmp_path,
+            num_warps=triton_messages.WARPS,
+        )
+    )

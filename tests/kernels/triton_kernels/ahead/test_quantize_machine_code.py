@@ -24,12 +24,17 @@ GIVEN = {"given": "*fp32", "window": "*i32"}
 """Other inputs of a rule, besides the amax."""
 
 IN_FLIGHT = 30_000
-"""Bytes requested by each of 132 multiprocessors at any time: 4.8 TB/s for memory's latency of 0.8 microseconds."""
+"""Bytes requested by each of 132 multiprocessors at any time: 4.8 TB/s for memory's latency of 0.8
+microseconds."""
 
 
-def cast(tmp_path, dtype: str, rule: str, sizes: dict = LARGE, fmt: str = "e4m3", **changed) -> MachineCode:
+def cast(
+    tmp_path, dtype: str, rule: str, sizes: dict = LARGE, fmt: str = "e4m3", **changed
+) -> MachineCode:
     """sizes: types, or constants. changed: constants, or the types of pointers."""
-    arguments = BOTH | sizes | {"result_ptr": "*fp32", "record_ptr": None, "RULE": rule, "KEEP_NAN": False}
+    arguments = (
+        BOTH | sizes | {"result_ptr": "*fp32", "record_ptr": None, "RULE": rule, "KEEP_NAN": False}
+    )
     arguments |= CASTS | {"FORMAT": fmt}
     arguments |= {"given_ptr": GIVEN.get(rule), "partial_ptr": "*i32", "partials": "i32"}
     arguments |= {"partial_ptr": None, "partials": 0} if rule == "given" else {}
@@ -39,13 +44,25 @@ def cast(tmp_path, dtype: str, rule: str, sizes: dict = LARGE, fmt: str = "e4m3"
 
 def split(arguments: dict) -> tuple[dict, dict]:
     """Separate parameters with a type from constants."""
-    types = {name: value for name, value in arguments.items() if name.islower() and isinstance(value, str)}
+    types = {
+        name: value
+        for name, value in arguments.items()
+        if name.islower() and isinstance(value, str)
+    }
     return types, {name: value for name, value in arguments.items() if name not in types}
 
 
-def of(kernel, tmp_path, dtype, tile, signature, constants=None, names=("TILE_ROWS", "TILE_COLUMNS")) -> MachineCode:
+def of(
+    kernel, tmp_path, dtype, tile, signature, constants=None, names=("TILE_ROWS", "TILE_COLUMNS")
+) -> MachineCode:
     tiles = dict(zip(names, tile[:2], strict=True))
-    return compiled(kernel, {"x_ptr": dtype, **signature}, {**(constants or {}), **tiles}, tmp_path, **limits(tile))
+    return compiled(
+        kernel,
+        {"x_ptr": dtype, **signature},
+        {**(constants or {}), **tiles},
+        tmp_path,
+        **limits(tile),
+    )
 
 
 def vectors(tmp_path, dtype: str, kind) -> MachineCode:
@@ -59,13 +76,18 @@ LINES = {"row_bits_ptr": "*i32", "column_bits_ptr": "*i32", **LARGE}
 SWEEP = {"codes_ptr": "*u8", "scale_inv_ptr": "*fp32", **LARGE}
 MATRICES = {
     "cast, dynamic": (CAST_TILE, lambda path, dtype: cast(path, dtype, "dynamic")),
-    "cast, given": (CAST_TILE, lambda path, dtype: cast(path, dtype, "given", fmt="e5m2", **RECORDS)),
+    "cast, given": (
+        CAST_TILE,
+        lambda path, dtype: cast(path, dtype, "given", fmt="e5m2", **RECORDS),
+    ),
     "vectors": (blocks.BANDS[VECTORS], lambda path, dtype: vectors(path, dtype, VECTORS)),
     "squares": (blocks.BANDS[SQUARES], lambda path, dtype: vectors(path, dtype, SQUARES)),
     "mx": (blocks.BANDS[MX], lambda path, dtype: vectors(path, dtype, MX)),
     "rows and columns": (
         CAST_TILE,
-        lambda path, dtype: of(blocks.line_cast_kernel, path, dtype, CAST_TILE, BOTH | SCALES | LINES, CASTS),
+        lambda path, dtype: of(
+            blocks.line_cast_kernel, path, dtype, CAST_TILE, BOTH | SCALES | LINES, CASTS
+        ),
     ),
     "rows": (
         blocks.SWEEP_TILE,
@@ -90,7 +112,9 @@ def assert_rounds_as_the_reference(code: MachineCode) -> None:
     assert not any(word in code.ptx for word in (".ftz", ".approx", "div.full"))
 
 
-@pytest.mark.parametrize("dtype, name", [*(("*bf16", name) for name in MATRICES), ("*fp32", "cast, dynamic")])
+@pytest.mark.parametrize(
+    "dtype, name", [*(("*bf16", name) for name in MATRICES), ("*fp32", "cast, dynamic")]
+)
 def test_cast_machine_code(name, dtype, tmp_path):
     tile, made = MATRICES[name]
     code = made(tmp_path, dtype)
@@ -104,13 +128,21 @@ def test_cast_machine_code(name, dtype, tmp_path):
 @pytest.mark.parametrize("keep_nan", [False, True])
 def test_amax_machine_code(tile, keep_nan, tmp_path):
     sizes = LARGE | {"tiles": "i32"}
-    code = of(tensorwise.amax_kernel, tmp_path, "*bf16", tile, {"partial_ptr": "*i32", **sizes}, {"KEEP_NAN": keep_nan})
+    code = of(
+        tensorwise.amax_kernel,
+        tmp_path,
+        "*bf16",
+        tile,
+        {"partial_ptr": "*i32", **sizes},
+        {"KEEP_NAN": keep_nan},
+    )
     assert_fast(code, tile, "*bf16")
     assert "atom" not in code.ptx
 
 
 def test_row_and_column_amax_machine_code(tmp_path):
-    """Maxima of columns by way of shared memory were eight and eleven accesses in one, and had thirty of them."""
+    """Maxima of columns by way of shared memory were eight and eleven accesses in one, and had
+    thirty of them."""
     tile = blocks.LINE_TILE
     code = of(blocks.line_amax_kernel, tmp_path, "*bf16", tile, LINES, {"STEPS": blocks.LINE_STEPS})
     assert_fast(code, tile, "*bf16")
@@ -127,7 +159,11 @@ VARIANTS = {
     "a stored weight": {"dtype": "*fp16", "rule": "power_of_two", "stored_scale_inv_ptr": "*fp32"},
     "window": {"dtype": "*bf16", "rule": "window", "KEEP_NAN": True, **RECORDS},
     "an older GPU": {"dtype": "*bf16", "rule": "given", "HAS_FP8_CASTS": False},
-    "one number": {"dtype": "*fp32", "rule": "dynamic", "sizes": {"rows": 1, "columns": 1, "row_stride": 1}},
+    "one number": {
+        "dtype": "*fp32",
+        "rule": "dynamic",
+        "sizes": {"rows": 1, "columns": 1, "row_stride": 1},
+    },
     "one layout": {"dtype": "*bf16", "rule": "dynamic", "transposed_ptr": None},
 }
 
@@ -145,5 +181,7 @@ def test_one_element_matrix_compiles(tmp_path):
     constants = CASTS | {"LENGTH": 128, "E8M0": False, "rows": 1, "columns": 1, "row_stride": 1}
     del constants["stored_scale_inv_ptr"]
     signature, tile = BOTH | SCALES | {"stored_scale_inv_ptr": "*fp32"}, blocks.BANDS[VECTORS]
-    code = of(blocks.vectors_kernel, tmp_path, "*fp16", tile, signature, constants, ("BAND", "SIDE"))
+    code = of(
+        blocks.vectors_kernel, tmp_path, "*fp16", tile, signature, constants, ("BAND", "SIDE")
+    )
     assert "satfinite" in code.ptx

@@ -56,7 +56,9 @@ def compiled(monkeypatch):
     monkeypatch.setattr(JITFunction, "_do_compile", compile_nothing)
     for module in (triton_matrix, triton_blocks):
         for kernel in (each for each in vars(module).values() if isinstance(each, JITFunction)):
-            monkeypatch.setattr(kernel, "device_caches", collections.defaultdict(kernel.create_binder))
+            monkeypatch.setattr(
+                kernel, "device_caches", collections.defaultdict(kernel.create_binder)
+            )
     driver.set_active(NoGPU())  # this process has no other, and none before
     return count
 
@@ -66,7 +68,8 @@ TOKENS = (1, 8, 20, 64, 1600)
 
 
 def test_tensorwise_cast_has_few_specialisations(compiled):
-    """Read the amax alike for any number of rows; positions of scales and recorded amaxes in a state do not count."""
+    """Read the amax alike for any number of rows; positions of scales and recorded amaxes in a
+    state do not count."""
     states = torch.zeros(3, 6, dtype=torch.int32)
     for tokens in TOKENS:
         x = torch.randn(tokens, 64)
@@ -74,7 +77,9 @@ def test_tensorwise_cast_has_few_specialisations(compiled):
             triton_matrix.quantize(x, fmt)
             scale = states.view(torch.float32)[row, 0]
             triton_matrix.quantize(x, fmt, scale, record=states[row, 2])
-    assert compiled == {"amax_kernel": 1, "cast_kernel": 3 * 2 * 2}, "rows: 1, multiples of 16, others; rules; formats"
+    assert compiled == {"amax_kernel": 1, "cast_kernel": 3 * 2 * 2}, (
+        "rows: 1, multiples of 16, others; rules; formats"
+    )
 
 
 def test_rowwise_cast_has_few_specialisations(compiled):

@@ -23,8 +23,8 @@ def silence_numpy_about_inf_and_nan():
 
 @pytest.fixture(autouse=True, scope="session")
 def the_interpreter_remembers():
-    """Else each launch and each call inside of a kernel looks through all of Triton's language for operations to
-    replace, and each value describes its type again: together most of the time."""
+    """Else each launch and each call inside of a kernel looks through all of Triton's language for
+    operations to replace, and each value describes its type again: together most of the time."""
     patch_lang, patched = interpreter._patch_lang, {}
 
     def patch_once(function):

@@ -12,7 +12,17 @@ from fp8_backends.kernels import triton_adam, triton_gate
 from fp8_backends.kernels.adam import AdamSteps, Job, Slot
 from fp8_backends.kernels.adam_table import AdamTable
 
-KINDS = ["O1", "O2", "O2 blocks", "all blocks", "embedding", "bf16", "other formats", "O4", "O4 blocks of 32"]
+KINDS = [
+    "O1",
+    "O2",
+    "O2 blocks",
+    "all blocks",
+    "embedding",
+    "bf16",
+    "other formats",
+    "O4",
+    "O4 blocks of 32",
+]
 KINDS += ["O4 embedding"]
 
 
@@ -30,7 +40,13 @@ def states_are_made_without_kernels(monkeypatch):
 @pytest.mark.parametrize(
     "case, options",
     nightly_but(
-        [("O2", "adamw"), ("all blocks", "adamw"), ("bf16", "adamw"), ("O4", "adamw"), ("O2", "adam")],
+        [
+            ("O2", "adamw"),
+            ("all blocks", "adamw"),
+            ("bf16", "adamw"),
+            ("O4", "adamw"),
+            ("O2", "adam"),
+        ],
         [*((kind, "adamw") for kind in KINDS), *((kind, "adam") for kind in ("O2", "O4", "bf16"))],
     ),
 )
@@ -66,16 +82,22 @@ def test_parameter_of_several_programs_steps_bitwise(case):
 
 
 def test_steps_from_zeros_with_sparse_and_tiny_gradients():
-    """Include roots of zero, blocks of zeros, the least roots and the largest quotients; and a non-finite gradient."""
+    """Include roots of zero, blocks of zeros, the least roots and the largest quotients; and a
+    non-finite gradient."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(2200, generator=generator) * 0.02
     values = weight, weight * 0, weight * 0
     both = []
     for _ in range(2):
-        w, m, v = (slot(x, kind) for x, kind in zip(values, ("split", "e4m3 128", "root8 128"), strict=True))
+        w, m, v = (
+            slot(x, kind)
+            for x, kind in zip(values, ("split", "e4m3 128", "root8 128"), strict=True)
+        )
         both.append(with_record(Job(w, None, m, v, None, seed=3, **OPTIONS["adamw"])))
     for step in range(1, 4):
-        grad = torch.randn(2200, generator=generator) * 2.0 ** torch.randint(-70, 0, (2200,), generator=generator)
+        grad = torch.randn(2200, generator=generator) * 2.0 ** torch.randint(
+            -70, 0, (2200,), generator=generator
+        )
         grad[:300] = 0
         grad[1000::step] *= 2.0**-60
         if step == 2:

@@ -16,14 +16,21 @@ BLOCK = 2**15
 
 
 def any_numbers(count: int) -> torch.Tensor:
-    """Return FP32 numbers of all exponents, near the formats' ranges, halfway between codes, and all special ones."""
+    """Return FP32 numbers of all exponents, near the formats' ranges, halfway between codes, and
+    all special ones."""
     generator = torch.Generator().manual_seed(0)
-    everywhere = torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32).view(torch.float32)
+    everywhere = (
+        torch.randint(-(2**31), 2**31, (count,), generator=generator)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
     nearby = torch.randn(count, generator=generator) * torch.logspace(-9, 6, count)
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     exact = torch.cat([codes.view(fmt.dtype).float() for fmt in (E4M3, E5M2)])
     ties = (exact[1:] + exact[:-1]) / 2
-    special = torch.tensor([0.0, -0.0, 448, 464, 465, 57344, 61440, 65504, 65520, 3.4e38, 1e-45, 2**-10, 2**-17])
+    special = torch.tensor(
+        [0.0, -0.0, 448, 464, 465, 57344, 61440, 65504, 65520, 3.4e38, 1e-45, 2**-10, 2**-17]
+    )
     ends = torch.tensor([float("inf"), float("nan")])
     return torch.cat([everywhere, nearby, exact, ties, special, -special, ends, -ends])
 
@@ -36,7 +43,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @triton.jit
 def _codes_kernel(x_ptr, codes_ptr, n, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(codes_ptr + at, common.to_codes(tl.load(x_ptr + at, mask=at < n), FORMAT, False), mask=at < n)
+    tl.store(
+        codes_ptr + at,
+        common.to_codes(tl.load(x_ptr + at, mask=at < n), FORMAT, False),
+        mask=at < n,
+    )
 
 
 @triton.jit
@@ -89,7 +100,13 @@ def test_finite_codes_decode_to_their_values(fmt):
 def test_scales_match_scaling_rules(fmt):
     amax = any_numbers(2**12).abs()
     near_powers = torch.tensor([fmt.max, 448, 1.75]).view(-1, 1) * 2.0 ** torch.arange(-130, 110, 7)
-    amax = torch.cat([amax, near_powers.flatten(), torch.nextafter(near_powers, torch.tensor(torch.inf)).flatten()])
+    amax = torch.cat(
+        [
+            amax,
+            near_powers.flatten(),
+            torch.nextafter(near_powers, torch.tensor(torch.inf)).flatten(),
+        ]
+    )
     found = torch.empty(4, len(amax))
     _scales_kernel[(1,)](amax, found, len(amax), fmt.max, triton.next_power_of_2(len(amax)))
     scale = scaling.scale_from_amax(amax, fmt)
@@ -120,4 +137,7 @@ def test_trial_of_a_device_finds_differing_casts(layout, monkeypatch):
         return made
 
     monkeypatch.setattr(triton_matrix, "quantize", wrong_in_one)
-    assert triton_matrix.obstacle(cpu) == "1 of 65536 casts of torch.float32 to e4m3 differ from PyTorch's"
+    assert (
+        triton_matrix.obstacle(cpu)
+        == "1 of 65536 casts of torch.float32 to e4m3 differ from PyTorch's"
+    )

@@ -1,4 +1,5 @@
-"""Select tensors for the kernels in a process with Triton. tests/kernels/test_triton_gate.py has the rest."""
+"""Select tensors for the kernels in a process with Triton. tests/kernels/test_triton_gate.py has
+the rest."""
 
 from __future__ import annotations
 
@@ -11,11 +12,17 @@ from fp8_backends.kernels import devices, triton_gate
 
 def test_kernels_take_only_real_tensors_in_eager_mode(monkeypatch):
     x = torch.randn(4, 4)
-    assert triton_gate.usable(x) and triton_gate.usable(nn.Parameter(x)) and not devices.has_fp8_casts(x)
+    assert (
+        triton_gate.usable(x)
+        and triton_gate.usable(nn.Parameter(x))
+        and not devices.has_fp8_casts(x)
+    )
     assert not triton_gate.usable(x.to("meta"))
     assert not triton_gate.usable(x.as_subclass(type("Subclass", (torch.Tensor,), {})))
     with FakeTensorMode() as mode:
-        assert not triton_gate.usable(mode.from_tensor(x)) and not triton_gate.usable(torch.empty(4, device="cuda"))
+        assert not triton_gate.usable(mode.from_tensor(x)) and not triton_gate.usable(
+            torch.empty(4, device="cuda")
+        )
         assert not triton_gate.usable(x), "what it would write is fake"
     answers = []
 

@@ -1,4 +1,5 @@
-"""Gradients in E4M3 by kernels, against plain PyTorch: casts and sums to the bit, norms to the order of their sums."""
+"""Gradients in E4M3 by kernels, against plain PyTorch: casts and sums to the bit, norms to the
+order of their sums."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
-def values_of(dtype: torch.dtype, rows: int = 33, columns: int = 160, seed: int = 0) -> torch.Tensor:
+def values_of(
+    dtype: torch.dtype, rows: int = 33, columns: int = 160, seed: int = 0
+) -> torch.Tensor:
     """Magnitudes over more than E4M3's range."""
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     return (values * torch.logspace(-4, 0, columns)).to(dtype)
@@ -65,15 +68,23 @@ def test_accumulated_gradients_match_plain_operations(dtype, factor, monkeypatch
 @DTYPES
 @pytest.mark.parametrize("numel", [1, 5, triton_backward.ADDED, 3 * triton_backward.ADDED + 17])
 def test_sum_matches_plain_operations(dtype, numel):
-    codes = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 100).to(E4M3.dtype)
+    codes = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 100).to(
+        E4M3.dtype
+    )
     addend, scale_inv = values_of(dtype, 1, numel)[0], torch.tensor(0.3)
-    assert torch.equal(gradients.accumulate(codes, scale_inv, addend), codes.float() * scale_inv + addend)
+    assert torch.equal(
+        gradients.accumulate(codes, scale_inv, addend), codes.float() * scale_inv + addend
+    )
 
 
-@pytest.mark.parametrize("numel", [1, 100, triton_backward.SQUARED, 5 * triton_backward.SQUARED + 3])
+@pytest.mark.parametrize(
+    "numel", [1, 100, triton_backward.SQUARED, 5 * triton_backward.SQUARED + 3]
+)
 @pytest.mark.parametrize("scale_inv", [0.25, -3.0, 1e-30])
 def test_norm_matches_values(numel, scale_inv):
-    codes = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 100).to(E4M3.dtype)
+    codes = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 100).to(
+        E4M3.dtype
+    )
     exact = codes.double().norm() * abs(scale_inv)
     found = gradients.norm(codes, torch.tensor(scale_inv))
     assert found.dtype == torch.float32 and found.dim() == 0

@@ -1,5 +1,5 @@
-"""Compare the kernels that quantize groups of rows and experts with plain operations, bitwise: all outputs, also
-positions without a row and padded columns."""
+"""Compare the kernels that quantize groups of rows and experts with plain operations, bitwise: all
+outputs, also positions without a row and padded columns."""
 
 from __future__ import annotations
 
@@ -33,15 +33,19 @@ lines_of_experts = functools.partial(grouped_scaling.quantize_experts, lines=Tru
 
 
 def tokens(sizes: list[int], columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, Groups]:
-    """Return magnitudes varying over rows and columns, a subnormal number, rows of zeros, NaN, and an inf in the last
-    group."""
+    """Return magnitudes varying over rows and columns, a subnormal number, rows of zeros, NaN, and
+    an inf in the last group."""
     rows = sum(sizes)
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * torch.logspace(-3, 2, columns)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * torch.logspace(
+        -3, 2, columns
+    )
     x *= torch.logspace(-2, 1, rows).unsqueeze(1)
     x[::7], x[:2, 0] = 0, 1e-40
     if rows > 5:
         x[3, 1], x[4, 2], x[-1, -1] = torch.nan, -torch.nan, -torch.inf
-    return x.to(dtype), Groups.of(torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)), len(sizes))
+    return x.to(dtype), Groups.of(
+        torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)), len(sizes)
+    )
 
 
 def plainly(monkeypatch, quantize, *args):
@@ -60,7 +64,9 @@ def test_group_casts_match_reference(sizes, monkeypatch):
     for args in ((E4M3,), (E4M3, scale))[: 1 if sizes == "many" else 2]:
         found = grouped_scaling.quantize_groups(x, groups, *args)
         assert_same(found, plainly(monkeypatch, grouped_scaling.quantize_groups, x, groups, *args))
-    assert_same(lines_of_groups(x, groups, E4M3), plainly(monkeypatch, lines_of_groups, x, groups, E4M3))
+    assert_same(
+        lines_of_groups(x, groups, E4M3), plainly(monkeypatch, lines_of_groups, x, groups, E4M3)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -69,7 +75,9 @@ def test_group_casts_accept_dtypes_and_strides(dtype, monkeypatch):
     x, groups = tokens([70, 5], 600, dtype)
     for view in (x[:, 3:533], x[:, ::40]):
         for quantize, fmt in ((grouped_scaling.quantize_groups, E5M2), (lines_of_groups, E4M3)):
-            assert_same(quantize(view, groups, fmt), plainly(monkeypatch, quantize, view, groups, fmt))
+            assert_same(
+                quantize(view, groups, fmt), plainly(monkeypatch, quantize, view, groups, fmt)
+            )
 
 
 VIEWS = {
@@ -82,7 +90,12 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 def test_expert_casts_match_reference(view, monkeypatch):
     weight = torch.randn(2, 70, 150, generator=torch.Generator().manual_seed(0))
-    weight[0], weight[0, 0, 5], weight[1, 1, 4], weight[0, 2] = weight[0] * 90, torch.nan, torch.inf, 0
+    weight[0], weight[0, 0, 5], weight[1, 1, 4], weight[0, 2] = (
+        weight[0] * 90,
+        torch.nan,
+        torch.inf,
+        0,
+    )
     weight = VIEWS[view](weight.bfloat16())
     quantize, lines = grouped_scaling.quantize_experts, lines_of_experts
     for args in ((E4M3, None), (E4M3, torch.rand(len(weight)) + 0.5)):
@@ -108,12 +121,17 @@ def test_single_layout_is_written(layouts, monkeypatch):
 def test_offsets_beyond_2_31_elements(monkeypatch):
     """Space rows and matrices that far apart; no page of the memory between them is touched."""
     memory = torch.empty(2**31 + 2**12, dtype=torch.bfloat16)
-    x, weight = memory.as_strided((3, 40), (2**30, 1)), memory.as_strided((3, 20, 40), (2**30, 40, 1))
+    x, weight = (
+        memory.as_strided((3, 40), (2**30, 1)),
+        memory.as_strided((3, 20, 40), (2**30, 40, 1)),
+    )
     weight.copy_(torch.randn(3, 20, 40))
     groups = Groups.of(torch.tensor([0, 1, 1]), 2)
     for lines in (False, True):
         quantize = lines_of_groups if lines else grouped_scaling.quantize_groups
-        assert_same(quantize(x, groups, E4M3), plainly(monkeypatch, quantize, x.clone(), groups, E4M3))
+        assert_same(
+            quantize(x, groups, E4M3), plainly(monkeypatch, quantize, x.clone(), groups, E4M3)
+        )
         quantize = lines_of_experts if lines else grouped_scaling.quantize_experts
         assert_same(quantize(weight, E4M3), plainly(monkeypatch, quantize, weight.clone(), E4M3))
 
@@ -123,7 +141,9 @@ def launches(monkeypatch):
     """The names of kernels, in the order of their launches."""
     names, run = [], InterpretedFunction.run
     monkeypatch.setattr(
-        InterpretedFunction, "run", lambda kernel, *a, **k: names.append(kernel.fn.__name__) or run(kernel, *a, **k)
+        InterpretedFunction,
+        "run",
+        lambda kernel, *a, **k: names.append(kernel.fn.__name__) or run(kernel, *a, **k),
     )
     return names
 
@@ -135,7 +155,12 @@ def experts_after_a_step(family, backend, **fields):
     hidden, chosen, weights = routed(12, dtype=torch.bfloat16)
     y = root.experts(hidden.requires_grad_(), chosen, weights)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype))
-    return [y, hidden.grad, *(p.grad for p in root.parameters()), *(b for b in root.buffers() if b.dim() == 3)]
+    return [
+        y,
+        hidden.grad,
+        *(p.grad for p in root.parameters()),
+        *(b for b in root.buffers() if b.dim() == 3),
+    ]
 
 
 @pytest.mark.parametrize(

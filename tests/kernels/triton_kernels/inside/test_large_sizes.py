@@ -1,4 +1,5 @@
-"""Run kernels near and beyond 2**31 elements, the end of an int32: single programs of a large grid."""
+"""Run kernels near and beyond 2**31 elements, the end of an int32: single programs of a large
+grid."""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ def programs(monkeypatch):
     set_dim, set_idx = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
 
     def as_one_of(first: int, count: int) -> None:
-        monkeypatch.setattr(interpreter_builder, "set_grid_dim", lambda x, y, z: set_dim(count, y, z))
-        monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: set_idx(x + first, y, z))
+        monkeypatch.setattr(
+            interpreter_builder, "set_grid_dim", lambda x, y, z: set_dim(count, y, z)
+        )
+        monkeypatch.setattr(
+            interpreter_builder, "set_grid_idx", lambda x, y, z: set_idx(x + first, y, z)
+        )
 
     return as_one_of
 
@@ -39,10 +44,20 @@ def test_sum_of_messages_stays_in_bounds(programs):
     """Run a program with blocks from 2**31 elements on."""
     blocks = 2**31 // triton_messages.BLOCK
     programs(blocks // triton_messages.TILE, blocks)
-    received, own, columns = torch.zeros(1, blocks + 8192, dtype=torch.uint8), torch.zeros(1024), 1024
+    received, own, columns = (
+        torch.zeros(1, blocks + 8192, dtype=torch.uint8),
+        torch.zeros(1024),
+        1024,
+    )
     out = torch.zeros_like(received)
     arguments = received, own, out, 1000, columns, received.stride(0), 0, 1.0, 1.0
-    options = {"RANKS": 1, "TOGETHER": 16, "ENCODED": True, "HAS_FP8_CASTS": False, "TILE": triton_messages.TILE}
+    options = {
+        "RANKS": 1,
+        "TOGETHER": 16,
+        "ENCODED": True,
+        "HAS_FP8_CASTS": False,
+        "TILE": triton_messages.TILE,
+    }
     triton_messages.sum_kernel[(1,)](*arguments, **options)
     assert not out.any()
 
@@ -50,7 +65,9 @@ def test_sum_of_messages_stays_in_bounds(programs):
 @triton.jit
 def _places_kernel(blocks_ptr, out_ptr, columns, stride, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
-    row, column, begin, exponent = triton_messages._in_messages(tl.load(blocks_ptr + at), columns, stride)
+    row, column, begin, exponent = triton_messages._in_messages(
+        tl.load(blocks_ptr + at), columns, stride
+    )
     tl.store(out_ptr + at, column)
     tl.store(out_ptr + COUNT + at, begin)
     tl.store(out_ptr + 2 * COUNT + at, exponent)
@@ -59,19 +76,26 @@ def _places_kernel(blocks_ptr, out_ptr, columns, stride, COUNT: tl.constexpr):
 @pytest.mark.parametrize("columns", [ALMOST, 2**32])
 def test_message_offsets_beyond_2_31_elements(columns):
     of_row = -(-columns // 128)
-    blocks = torch.tensor([0, 5, of_row - 1, of_row, of_row + 3, 2 * of_row - 1, 7, 2**24], dtype=torch.int32)
+    blocks = torch.tensor(
+        [0, 5, of_row - 1, of_row, of_row + 3, 2 * of_row - 1, 7, 2**24], dtype=torch.int32
+    )
     found, stride = torch.zeros(3, 8, dtype=torch.int64), columns + of_row
     _places_kernel[(1,)](blocks, found, columns, stride, COUNT=8)
     row, block = blocks.long() // of_row, blocks.long() % of_row
     begin = row * stride
-    assert torch.equal(found, torch.stack([block * 128, begin + block * 128, begin + columns + block]))
+    assert torch.equal(
+        found, torch.stack([block * 128, begin + block * 128, begin + columns + block])
+    )
 
 
 def test_strided_logits_are_read_by_rows(monkeypatch):
-    """The kernel would multiply a stride between words by the word's number: beyond 2**31 for logits of long texts."""
+    """The kernel would multiply a stride between words by the word's number: beyond 2**31 for
+    logits of long texts."""
     seen = []
     kernel = triton_backward.cross_entropy_kernel
-    monkeypatch.setattr(triton_backward, "cross_entropy_kernel", {(4,): lambda x, *_, **__: seen.append(x.stride())})
+    monkeypatch.setattr(
+        triton_backward, "cross_entropy_kernel", {(4,): lambda x, *_, **__: seen.append(x.stride())}
+    )
     logits = torch.randn(9, 4).t()
     triton_backward.cross_entropy(logits, torch.zeros(4, dtype=torch.int64), -100, 0.0)
     assert seen == [(9, 1)] and "word_stride" not in kernel.arg_names

@@ -1,4 +1,5 @@
-"""Compare whole FP8 layers with operands cast by kernels, in both layouts, with plain PyTorch, bitwise."""
+"""Compare whole FP8 layers with operands cast by kernels, in both layouts, with plain PyTorch,
+bitwise."""
 
 import copy
 
@@ -67,7 +68,10 @@ def steps(model, dtype, needs_dx=True):
 )
 def test_kernel_layer_matches_plain_operations(scaling, stored, launched, monkeypatch):
     model = layer(scaling, stored)
-    plain, dtype = copy.deepcopy(model), torch.bfloat16 if scaling in ("delayed", "mxfp8") else torch.float32
+    plain, dtype = (
+        copy.deepcopy(model),
+        torch.bfloat16 if scaling in ("delayed", "mxfp8") else torch.float32,
+    )
     ours = steps(model, dtype)
     assert launched
     monkeypatch.setenv("FP8_BACKENDS_TRITON", "0")
@@ -79,17 +83,24 @@ def test_kernel_layer_matches_plain_operations(scaling, stored, launched, monkey
 
 @pytest.mark.parametrize("scaling", ["dynamic", "rowwise"])
 def test_only_required_layouts_are_written(scaling, launched):
-    """One tensor scale: x and w for fprop and for backward, dy for both. Rows: w again for dgrad, in backward."""
-    of_step = {"dynamic": [(True, True)] * 3, "rowwise": [(True, True), (True, False), (True, True), (False, True)]}
+    """One tensor scale: x and w for fprop and for backward, dy for both. Rows: w again for dgrad,
+    in backward."""
+    of_step = {
+        "dynamic": [(True, True)] * 3,
+        "rowwise": [(True, True), (True, False), (True, True), (False, True)],
+    }
     steps(layer(scaling), torch.bfloat16)
     assert launched == of_step[scaling] * 2
     launched.clear()
     steps(layer(scaling), torch.bfloat16, needs_dx=False)  # no dgrad: w and dy in one layout
     assert launched == [(True, True), (True, False), (False, True)] * 2
     launched.clear()
-    layer(scaling).requires_grad_(False)(torch.randn(4, 40, requires_grad=True)).sum().backward()  # no wgrad
+    # no wgrad
+    layer(scaling).requires_grad_(False)(torch.randn(4, 40, requires_grad=True)).sum().backward()
     no_wgrad = {"dynamic": [(True, False), (True, True), (True, False)]}
-    assert launched == no_wgrad.get(scaling, [(True, False), (True, False), (True, False), (False, True)])
+    assert launched == no_wgrad.get(
+        scaling, [(True, False), (True, False), (True, False), (False, True)]
+    )
     launched.clear()
     with torch.no_grad():
         layer(scaling)(torch.randn(4, 40))
@@ -110,7 +121,8 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("scaling", ["dynamic", "delayed", "window"])
 def test_layer_has_no_separate_amax_operation(scaling):
-    """Casts record amaxes. A second layer with the same input records the amax seen by the first cast."""
+    """Casts record amaxes. A second layer with the same input records the amax seen by the first
+    cast."""
     shared = COMPUTE.new_shared(None, None)
     recipe = resolve(FP8RecipeKwargs(backend=f"native:{scaling}"))
     q, k = (COMPUTE.build(nn.Linear(32, 16, bias=False), recipe, shared).train() for _ in range(2))
@@ -133,7 +145,10 @@ def test_kept_weight_codes_have_layouts_of_later_forwards(launched):
     COMPUTE.after_optimizer_step(model)  # it trains
     with torch.no_grad():
         model(x)
-    assert launched == [(True, False), (True, True)] and COMPUTE.transient_bytes_per_element(model[0]) == 2
+    assert (
+        launched == [(True, False), (True, True)]
+        and COMPUTE.transient_bytes_per_element(model[0]) == 2
+    )
     launched.clear()
     for _ in range(2):
         model(x.clone().requires_grad_()).sum().backward()

@@ -1,5 +1,5 @@
-"""The kernel of the cross-entropy against plain PyTorch operations: within a few units of FP32, and then one of the
-gradient's dtype."""
+"""The kernel of the cross-entropy against plain PyTorch operations: within a few units of FP32, and
+then one of the gradient's dtype."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def problem(rows: int, words: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
 def in_pytorch(logits, labels, smoothing):
     """Losses of the rows and the gradient of their sum, FP64."""
     x = logits.double().requires_grad_()
-    losses = F.cross_entropy(x, labels, ignore_index=IGNORED, label_smoothing=smoothing, reduction="none")
+    losses = F.cross_entropy(
+        x, labels, ignore_index=IGNORED, label_smoothing=smoothing, reduction="none"
+    )
     return losses.detach(), *torch.autograd.grad(losses.sum(), x)
 
 
@@ -38,13 +40,17 @@ def in_pytorch(logits, labels, smoothing):
 def test_losses_and_gradients_match_reference(words, dtype, smoothing):
     logits, labels = problem(5, words, dtype)
     losses, gradient = in_pytorch(logits, labels, smoothing)
-    found_losses, found = triton_backward.cross_entropy(logits.clone(), labels, IGNORED, smoothing, block=64)
+    found_losses, found = triton_backward.cross_entropy(
+        logits.clone(), labels, IGNORED, smoothing, block=64
+    )
     assert (found_losses.dtype, found.dtype) == (torch.float32, dtype)
     assert torch.allclose(found_losses.double(), losses, rtol=CLOSE, atol=CLOSE)
     assert found[labels == IGNORED].eq(0).all()
     # one unit: the interpreter truncates to bf16, and a GPU rounds to nearest
     smallest = torch.finfo(dtype).smallest_normal
-    assert torch.allclose(found.double(), gradient, rtol=CLOSE + torch.finfo(dtype).eps, atol=CLOSE * 1e-1 + smallest)
+    assert torch.allclose(
+        found.double(), gradient, rtol=CLOSE + torch.finfo(dtype).eps, atol=CLOSE * 1e-1 + smallest
+    )
 
 
 def test_gradient_reuses_memory_of_contiguous_logits():
@@ -52,7 +58,9 @@ def test_gradient_reuses_memory_of_contiguous_logits():
     _, expected = in_pytorch(logits, labels, 0.0)
     wide = torch.cat([logits, logits], 1)
     _, found = triton_backward.cross_entropy(wide[:, :64], labels, IGNORED, 0.0, block=64)
-    assert torch.allclose(found.double(), expected, atol=CLOSE) and torch.equal(wide[:, :64], logits)
+    assert torch.allclose(found.double(), expected, atol=CLOSE) and torch.equal(
+        wide[:, :64], logits
+    )
     turned = logits.t().contiguous().t()
     _, found = triton_backward.cross_entropy(turned, labels, IGNORED, 0.0, block=64)
     assert torch.allclose(found.double(), expected, atol=CLOSE) and torch.equal(turned, logits)
@@ -85,7 +93,11 @@ def test_an_fp8_head_runs_on_the_kernels(monkeypatch):
     for variable in ("interpret", "0"):
         monkeypatch.setenv("FP8_BACKENDS_TRITON", variable)
         torch.manual_seed(0)
-        linear, compute, recipe = torch.nn.Linear(16, 30, bias=False), NativeCompute(), resolve("native:dynamic")
+        linear, compute, recipe = (
+            torch.nn.Linear(16, 30, bias=False),
+            NativeCompute(),
+            resolve("native:dynamic"),
+        )
         head = compute.build(linear, recipe, compute.new_shared(linear, recipe))
         head.__class__, head.fp8_is_ordinary = FP8Head, False
         x, labels = torch.randn(150, 16, requires_grad=True), torch.randint(30, (150,))

@@ -11,7 +11,9 @@ from fp8_backends.kernels.layouts import BLOCK, Part
 from fp8_backends.kernels.triton_messages import tables
 
 
-@pytest.mark.parametrize("rows, rank, rounded", [(1, 0, False), (2, 1, True), (3, 0, False), (8, 5, True)])
+@pytest.mark.parametrize(
+    "rows, rank, rounded", [(1, 0, False), (2, 1, True), (3, 0, False), (8, 5, True)]
+)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_gradients_are_packed_in_place(dtype, rows, rank, rounded):
     cases.check_pack(triton_messages, dtype, rows, rank, rounded)
@@ -24,15 +26,17 @@ def test_rows_of_any_length_are_encoded(dtype, rows, kept, columns):
 
 
 @pytest.mark.parametrize("columns", [BLOCK, 5001])
-@pytest.mark.parametrize("ranks, dtype", [*((ranks, dtype) for ranks in (1, 3) for dtype in cases.DTYPES)])
+@pytest.mark.parametrize(
+    "ranks, dtype", [*((ranks, dtype) for ranks in (1, 3) for dtype in cases.DTYPES)]
+)
 def test_contributions_are_summed_in_one_pass(ranks, dtype, columns):
     cases.check_reduce(triton_messages, ranks, columns, 0, dtype, divisor=ranks, factor=0.3)
 
 
 @pytest.mark.parametrize("ranks, rank", [(8, 7), (40, 17)])
 def test_many_contributions_are_summed_in_pytorchs_order(ranks, rank):
-    """Follow the order of PyTorch's vectors, of at most 16 elements; the remainder has another order, not followed
-    here."""
+    """Follow the order of PyTorch's vectors, of at most 16 elements; the remainder has another
+    order, not followed here."""
     cases.check_reduce(triton_messages, ranks, 5008, rank, torch.float32, divisor=ranks, factor=0.3)
 
 
@@ -52,8 +56,13 @@ def test_codes_and_scales_round_trip(columns):
 
 
 def test_gradients_of_several_dtypes_share_a_bucket():
-    of = [Part(cases.values(300, dtype, seed), 3 * BLOCK * seed) for seed, dtype in enumerate(cases.DTYPES)]
-    made, expected = (passes.pack(of, 2, 5 * BLOCK, 0, True) for passes in (triton_messages, cases.reference))
+    of = [
+        Part(cases.values(300, dtype, seed), 3 * BLOCK * seed)
+        for seed, dtype in enumerate(cases.DTYPES)
+    ]
+    made, expected = (
+        passes.pack(of, 2, 5 * BLOCK, 0, True) for passes in (triton_messages, cases.reference)
+    )
     assert cases.same_messages(made[0], expected[0]) and cases.same(made[1], expected[1])
 
 
@@ -65,20 +74,28 @@ def test_each_tile_finds_its_gradient(count):
         of.append(Part(torch.full((5000 if index % 2 else 100,), index + 1.0), start))
         start += -(-of[-1].values.numel() // BLOCK) * BLOCK
     (table,) = tables(of, triton_messages.TILE, start // BLOCK)
-    assert table.tiles == sum(-(-part.values.numel() // (triton_messages.TILE * BLOCK)) for part in of)
+    assert table.tiles == sum(
+        -(-part.values.numel() // (triton_messages.TILE * BLOCK)) for part in of
+    )
     back = [Part(torch.empty_like(part.values), part.start) for part in of]
     sent, _ = triton_messages.pack(of, 1, start, 0, True)
     triton_messages.unpack(sent, back)
-    rounded = (torch.arange(count) + 1.0).to(torch.float8_e4m3fn).float()  # the same at any power of two
+    # the same at any power of two
+    rounded = (torch.arange(count) + 1.0).to(torch.float8_e4m3fn).float()
     for expected, part in zip(rounded, back, strict=True):
         assert (part.values == expected).all()
 
 
 def test_dispatch_reaches_the_kernels(monkeypatch):
-    """A step takes one launch for any number of gradients; gradients at odd addresses take a second one."""
+    """A step takes one launch for any number of gradients; gradients at odd addresses take a second
+    one."""
     launches = []
     original = triton_messages._launch
-    monkeypatch.setattr(triton_messages, "_launch", lambda kernel, *a, **k: launches.append(original(kernel, *a, **k)))
+    monkeypatch.setattr(
+        triton_messages,
+        "_launch",
+        lambda kernel, *a, **k: launches.append(original(kernel, *a, **k)),
+    )
     own_rank, arrived, odd = 1, cases.received(3, 1000), cases.parts(torch.bfloat16, 0)
     even = [Part(torch.ones(6 * BLOCK), index * 6 * BLOCK) for index in range(4)]
     calls = [

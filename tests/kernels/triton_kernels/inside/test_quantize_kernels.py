@@ -1,4 +1,5 @@
-"""Compare casting kernels with the eager reference, bitwise: codes, transposed codes, scales and amaxes."""
+"""Compare casting kernels with the eager reference, bitwise: codes, transposed codes, scales and
+amaxes."""
 
 from __future__ import annotations
 
@@ -15,18 +16,25 @@ from fp8_backends.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-BLOCKS = pytest.mark.parametrize("blocks", [ROWS, VECTORS, SQUARES, MX], ids=["rows", "vectors", "squares", "mx"])
+BLOCKS = pytest.mark.parametrize(
+    "blocks", [ROWS, VECTORS, SQUARES, MX], ids=["rows", "vectors", "squares", "mx"]
+)
 
 
-def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, low: int = -6, high: int = 2) -> torch.Tensor:
-    """Magnitudes from 10**low on the left to 10**high on the right, NaN of both signs, a row and a column of zeros."""
+def matrix(
+    rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, low: int = -6, high: int = 2
+) -> torch.Tensor:
+    """Magnitudes from 10**low on the left to 10**high on the right, NaN of both signs, a row and a
+    column of zeros."""
     generator = torch.Generator().manual_seed(rows + columns)
     x = torch.randn(rows, columns, generator=generator) * torch.logspace(low, high, columns)
     x[rows // 2], x[:, columns // 2], x[0, 0], x[-1, 0] = 0, -0.0, torch.nan, -torch.nan
     return x.to(dtype)
 
 
-def expected_of(x: torch.Tensor, fmt, scale=None, rule: str = DYNAMIC, state: torch.Tensor | None = None) -> Layouts:
+def expected_of(
+    x: torch.Tensor, fmt, scale=None, rule: str = DYNAMIC, state: torch.Tensor | None = None
+) -> Layouts:
     """Return the result of plain PyTorch operations."""
     amax = scaling.tensor_amax(scaling.without_nan(x) if rule == DYNAMIC else x)
     if scale is None:
@@ -71,7 +79,8 @@ def test_given_scale_takes_one_pass(monkeypatch):
     found = triton_matrix.quantize(x, E5M2, scale)
     assert_same(found, expected_of(x, E5M2, scale))
     assert (found.codes.float().abs().nan_to_num() < E5M2.max).all()
-    assert_same(triton_matrix.quantize(x * 1000, E4M3, scale), expected_of(x * 1000, E4M3, scale))  # saturates
+    # saturates
+    assert_same(triton_matrix.quantize(x * 1000, E4M3, scale), expected_of(x * 1000, E4M3, scale))
 
 
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.5)], ids=["dynamic", "given"])
@@ -81,7 +90,9 @@ def test_one_inf_propagates_to_the_scale(scale):
     x[-1, -1] = -torch.inf
     found = triton_matrix.quantize(x, E4M3, scale)
     assert_same(found, expected_of(x, E4M3, scale))
-    assert found.scale_inv.isnan() and found.codes[-1, -1] == -448 and found.transposed[-1, -1] == -448
+    assert (
+        found.scale_inv.isnan() and found.codes[-1, -1] == -448 and found.transposed[-1, -1] == -448
+    )
 
 
 @pytest.mark.parametrize("rule", [POWER_OF_TWO, WINDOW])
@@ -96,17 +107,26 @@ def test_level_rules_match_reference(rule, with_nan):
         before = state.clone()
         found = triton_matrix.quantize(x, E4M3, rule=rule, window_state=state)
         assert_same(found, expected_of(x, E4M3, rule=rule, state=state))
-        assert found.amax.isnan() == found.scale_inv.isnan() == with_nan and torch.equal(state, before)
+        assert found.amax.isnan() == found.scale_inv.isnan() == with_nan and torch.equal(
+            state, before
+        )
 
 
 @pytest.mark.parametrize("rule", ["given", DYNAMIC, POWER_OF_TWO])
 def test_cast_records_the_amax(rule):
-    """Record over a hundred programs, in place, without another launch. The rule ignores or keeps NaN."""
+    """Record over a hundred programs, in place, without another launch. The rule ignores or keeps
+    NaN."""
     scale = torch.tensor(4.0) if rule == "given" else None
     named = {"rule": DYNAMIC if rule == "given" else rule}
     state, plain = scaling.new_delayed_state(3), scaling.new_delayed_state(3)
     keep = scaling.record_window_amax if rule == POWER_OF_TWO else scaling.record_amax
-    for factor, odd in ((2.0, 1.0), (1.0, torch.nan), (8.0, 1.0), (1.0, torch.inf), (1.0, torch.nan)):
+    for factor, odd in (
+        (2.0, 1.0),
+        (1.0, torch.nan),
+        (8.0, 1.0),
+        (1.0, torch.inf),
+        (1.0, torch.nan),
+    ):
         x = matrix(70, 140).nan_to_num() * factor
         x[1, 1] = odd
         newest = state.select(0, scaling.WEIGHT).select(0, scaling.HISTORY)
@@ -119,7 +139,9 @@ def test_cast_records_the_amax(rule):
 def test_result_buffers_are_zeroed_in_batches(monkeypatch):
     """Use each result once, in any autograd mode."""
     made, zeroed = [], triton_matrix._zeroed_results
-    monkeypatch.setattr(triton_matrix, "_zeroed_results", lambda *of: made.append(of) or zeroed(*of))
+    monkeypatch.setattr(
+        triton_matrix, "_zeroed_results", lambda *of: made.append(of) or zeroed(*of)
+    )
     monkeypatch.setattr(triton_matrix, "_thread", threading.local())
     monkeypatch.setattr(triton_matrix, "_RESULTS", 8)
     x, one = matrix(2, 3).nan_to_num(), torch.ones(())
@@ -127,11 +149,15 @@ def test_result_buffers_are_zeroed_in_batches(monkeypatch):
         found = [triton_matrix.quantize(x, E4M3, one)]
     found += [triton_matrix.quantize(x * i, E4M3, one) for i in range(2, 14)]
     assert len(made) == 2 and not any(each.scale_inv.is_inference() for each in found)
-    assert [each.amax.item() for each in found] == [(x * i).abs().max().item() for i in range(1, 14)]
+    assert [each.amax.item() for each in found] == [
+        (x * i).abs().max().item() for i in range(1, 14)
+    ]
     found[0].scale_inv.mul_(1.0)
-    assert [each.scale_inv._version for each in found[:2]] == [1, 0]  # of another result waiting for backward
+    # of another result waiting for backward
+    assert [each.scale_inv._version for each in found[:2]] == [1, 0]
     assert all(each.scale_inv == 1 and each.scale_inv.data_ptr() % 16 == 0 for each in found)
-    monkeypatch.setattr(devices, "stream_of", lambda tensor: None)  # a CUDA graph, which would use them again
+    # a CUDA graph, which would use them again
+    monkeypatch.setattr(devices, "stream_of", lambda tensor: None)
     triton_matrix.quantize(x, E4M3, one)
     assert len(made) == 3 and made[-1][1] == 1
 
@@ -144,8 +170,11 @@ def test_scaled_fp16_weight_is_cast():
     for rule, scale in ((DYNAMIC, None), (DYNAMIC, torch.tensor(96.0)), (POWER_OF_TWO, None)):
         found = triton_matrix.quantize(data, E4M3, scale, rule=rule, stored_scale_inv=stored)
         assert_same(found, expected_of(values, E4M3, scale, rule))
-        amax = expected_of(values, E4M3, scale, rule).amax / stored  # as the optimizer's step leaves it
-        found = triton_matrix.quantize(data, E4M3, scale, rule=rule, stored_scale_inv=stored, amax=amax)
+        # as the optimizer's step leaves it
+        amax = expected_of(values, E4M3, scale, rule).amax / stored
+        found = triton_matrix.quantize(
+            data, E4M3, scale, rule=rule, stored_scale_inv=stored, amax=amax
+        )
         assert_same(found, expected_of(values, E4M3, scale, rule))
     for blocks in (ROWS, VECTORS, SQUARES, MX):
         found = triton_blocks.quantize_blocks(data, blocks, E4M3, stored_scale_inv=stored)
@@ -198,13 +227,17 @@ def test_empty_operand_is_cast(shape):
     for blocks in (VECTORS, SQUARES, MX):
         assert_same(triton_blocks.quantize_blocks(x, blocks, E4M3), in_blocks(x, blocks, E4M3))
     found = triton_blocks.quantize_blocks(x, ROWS, E4M3)
-    assert found.scale_inv.shape == (shape[0], 1) and found.transposed_scale_inv.shape == (shape[1], 1)
+    assert found.scale_inv.shape == (shape[0], 1) and found.transposed_scale_inv.shape == (
+        shape[1],
+        1,
+    )
     assert (found.scale_inv == 1).all() and (found.transposed_scale_inv == 1).all()
 
 
 @pytest.mark.parametrize("keep_nan", [False, True])
 def test_amax_of_many_tiles(keep_nan, monkeypatch):
-    """Use more tiles than programs: each program takes every second one. With and without gaps between the rows."""
+    """Use more tiles than programs: each program takes every second one. With and without gaps
+    between the rows."""
     monkeypatch.setattr(triton_matrix, "AMAX_PROGRAMS", 2)
     for x in (torch.randn(5, 8192, dtype=torch.bfloat16), torch.randn(40, 1025)[:, 1:]):
         for i, j in ((0, 0), (x.shape[0] // 2, 700), (-1, -1)):

@@ -1,4 +1,5 @@
-"""The minima and maxima inserted into Inductor's kernels have the bits of PyTorch's, NaN included."""
+"""The minima and maxima inserted into Inductor's kernels have the bits of PyTorch's, NaN
+included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The recipes' fields and defaults of TransformerEngine 2.20.2. As there, pydantic drops unknown fields."""
+"""The recipes' fields and defaults of TransformerEngine 2.20.2. As there, pydantic drops unknown
+fields."""
 
 from enum import Enum
 

@@ -19,18 +19,23 @@ def fp8_autocast(enabled=True, fp8_recipe=None):
 
 
 class Linear(nn.Module):
-    """Subclass no `nn.Linear`, like TransformerEngine's, and hold an empty tensor in place of a missing bias."""
+    """Subclass no `nn.Linear`, like TransformerEngine's, and hold an empty tensor in place of a
+    missing bias."""
 
     def __init__(self, in_features, out_features, bias=True, params_dtype=None):
         super().__init__()
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.weight = nn.Parameter(torch.zeros(out_features, in_features, dtype=params_dtype))
-        self.bias = nn.Parameter(torch.zeros(out_features, dtype=params_dtype)) if bias else torch.Tensor()
+        self.bias = (
+            nn.Parameter(torch.zeros(out_features, dtype=params_dtype)) if bias else torch.Tensor()
+        )
 
     def forward(self, x):
         """x (…, in_features) to (…, out_features)."""
         forwards.append(_regions[-1] if _regions else None)
-        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype) if self.use_bias else None)
+        return nn.functional.linear(
+            x, self.weight.to(x.dtype), self.bias.to(x.dtype) if self.use_bias else None
+        )
 
 
 class LayerNorm(nn.Module):
