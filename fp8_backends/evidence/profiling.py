@@ -9,8 +9,10 @@ the process, crashes if two threads start it.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections import Counter, defaultdict
@@ -30,6 +32,11 @@ from ..errors import FP8BackendError
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import TemporaryHook, is_traced, renumber
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 PRODUCTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_mm.out"})
 """Operators that multiply FP8 matrices."""
 
@@ -38,6 +45,9 @@ _MODE, _SUBCLASS = "PythonDispatchMode", "PythonSubclass"
 _COMPILED, _ENGINE = "Torch-Compiled Region", "autograd::engine::"
 _MARK, _AGAIN = "fp8_backends:", ":again"
 _OF_COMPILED_CODE = -1
+MAXIMUM_GROWTH = 4 << 30
+"""Bytes by which the process may grow during a profile: PyTorch keeps 3 kB for each operator until
+the profile ends. A step that needs more for itself is profiled once it has grown."""
 
 
 class Layer(NamedTuple):
@@ -95,6 +105,8 @@ class ProductProfile:
         if begun in marks.index_of:
             marks(begun, ())
         self._recording = weakref.ref(_thread.recording)
+        # of a model that is forgotten after its last forward or an error in backward
+        weakref.finalize(self.layers[0].module, _end, self._recording).atexit = False
         return True
 
     def restart(self) -> None:
@@ -120,12 +132,8 @@ class ProductProfile:
 
     def abandon(self) -> None:
         """End without a result."""
-        recording, self._recording = self._recording(), lambda: None
-        # a profiler stopped inside a backward comes back at its end, for good
-        if recording is not None and recording is _thread.recording and not inside_backward():
-            give_way()
-        elif recording is not None:
-            recording.given_up = True
+        _end(self._recording)
+        self._recording = lambda: None
 
     __del__ = abandon
 
@@ -171,6 +179,7 @@ class _Recording:
         at it."""
         self.records: list[list] = []
         """After `end`: the events of each thread that took part."""
+        self.peak = _peak_memory() + MAXIMUM_GROWTH
         self._thread: int | None = None
         self._enable()
         self._thread = threading.get_ident()
@@ -194,6 +203,16 @@ class _Recording:
             self.records = _autograd._disable_profiler_legacy()
 
     __del__ = end
+
+
+def _end(reference: Callable[[], _Recording | None]) -> None:
+    """End a recording without a result, or leave that to its thread."""
+    recording = reference()
+    # a profiler stopped inside a backward comes back at its end, for good
+    if recording is not None and recording is _thread.recording and not inside_backward():
+        give_way()
+    elif recording is not None:
+        recording.given_up = True
 
 
 class _Thread(threading.local):
@@ -224,7 +243,8 @@ def _profiler_runs() -> bool:
 
 
 def _give_way_to_others() -> None:
-    """Let other profilers start, and leave ours behind in forked processes. Once in a process."""
+    """Let other profilers start, bound our memory, and leave ours behind in forked processes. Once
+    in a process."""
     start = torch_profiler._run_on_profiler_start
     if hasattr(start, "gives_way"):
         return
@@ -235,8 +255,25 @@ def _give_way_to_others() -> None:
 
     give_way_first.gives_way = True
     torch_profiler._run_on_profiler_start = give_way_first
+    gc.callbacks.append(_give_way_to_memory)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=give_way)
+
+
+def _give_way_to_memory(phase: str, info: object) -> None:
+    """End a profile that outgrew its step. No operator tells how many events PyTorch holds, so the
+    collector of Python's garbage asks."""
+    recording = _thread.recording
+    if recording is not None and _peak_memory() > recording.peak and not inside_backward():
+        give_way()
+
+
+def _peak_memory() -> int:
+    """Return the largest resident memory of this process so far, in bytes; 0 on Windows."""
+    if resource is None:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _hooked(marks: _Marks) -> list[RemovableHandle]:

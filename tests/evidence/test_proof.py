@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fp8_backends import preparation
 from fp8_backends.convert import conversion
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.evidence import auditing, proof
+from fp8_backends.evidence import auditing, profiling, proof
 from fp8_backends.preparation import optimizer_steps
 from fp8_backends.recipes import handlers as recipes
 
@@ -400,12 +400,28 @@ def test_abandoned_model_releases_the_profiler(capfd):
         given_up(torch.randn(8, 32))
     step(*prepared())
     assert "3/3 Linear" in capfd.readouterr().err
-    other, _ = prepared()
-    other(torch.randn(8, 32))
+    other = prepared()
+    other[0](torch.randn(8, 32))
     del other, given_up
     gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        torch.ones(1)
+    assert not torch._C._autograd._profiler_enabled()
+
+
+def test_a_model_without_a_step_does_not_fill_the_memory(monkeypatch, capfd):
+    """PyTorch keeps 3 kB for each operator of whatever the thread runs after a first forward."""
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(profiling, "MAXIMUM_GROWTH", 0)
+    model, optimizer = prepared()
+    model(torch.randn(8, 32))
+    gc.collect()
+    assert torch._C._autograd._profiler_enabled()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+    torch.ones(peak << 10, dtype=torch.int8)
+    gc.collect()
+    assert not torch._C._autograd._profiler_enabled()
+    step(model, optimizer)
+    step(model, optimizer)
+    assert "3/3 Linear" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
