@@ -26,9 +26,8 @@ from ..convert.conversion import prepared_roots, unwrapped
 from ..convert.weight_products import Found, find_weight_products
 from ..errors import FP8BackendError, on_all_ranks
 from ..formats.formats import E4M3
-from ..formats.scaling import MX, ROWS, SQUARES, Quantized, e8m0_values
+from ..formats.scaling import MX, POWER_OF_TWO, ROWS, SQUARES, Quantized, e8m0_values
 from ..kernels import quantize as quantization
-from ..kernels.layouts import POWER_OF_TWO
 from ..tensors.block_codes import MODELOPT_NVFP4, PACKED_MXFP4, PACKED_NVFP4, BlockCodes, is_decoded
 from ..tensors.scaled_tensor import ScaledTensor, dequantize_shards
 from ..tensors.sharded_tensor import is_distributed

@@ -28,8 +28,6 @@ RULE_FIELDS = (
     *("override_linear_precision", "products", "fp8_params"),
 )
 """Fields of TransformerEngine's rules, also in `native`."""
-STATEFUL = ("delayed", "window")
-"""Scaling rules with state from step to step."""
 
 
 class Variable(NamedTuple):

@@ -247,14 +247,18 @@ def new_delayed_state(history_len: int, device: torch.device | str | None = None
 
 
 def delayed_scale(state: torch.Tensor, tensor: int) -> torch.Tensor:
-    """Return the current scale for INPUT, WEIGHT or GRAD_OUTPUT. FP32, 0-dimensional."""
-    return state.view(torch.float32).select(0, tensor).select(0, SCALE)
+    """Return the current scale for INPUT, WEIGHT or GRAD_OUTPUT: FP32, 0-dimensional, or [experts]
+    of a state [experts, 3, 2 + history length]."""
+    return state.view(torch.float32).select(-2, tensor).select(-1, SCALE)
 
 
-def record_amax(state: torch.Tensor, tensor: int, amax: torch.Tensor) -> None:
-    """Set history[0] = max(history[0], amax). Recomputation may record again; NaN is ignored."""
-    newest = state.view(torch.float32).select(0, tensor).select(0, HISTORY)
-    newest.copy_(torch.fmax(newest, amax))
+def record_amax(
+    state: torch.Tensor, tensor: int, amax: torch.Tensor, keep_nan: bool = False
+) -> None:
+    """Set history[0] = max(history[0], amax), in place. Recomputation may record again. NaN is
+    ignored unless `keep_nan`."""
+    newest = state.view(torch.float32).select(-2, tensor).select(-1, HISTORY)
+    newest.copy_((torch.maximum if keep_nan else torch.fmax)(newest, amax))
 
 
 def rolled_delayed_states(
@@ -298,33 +302,6 @@ def rolled_delayed_states(
     )
 
 
-def check_state(state: torch.Tensor, scaling: str, name: str, advice: str) -> None:
-    """Raise `FP8BackendError` for numbers in a saved state that its rule cannot produce.
-
-    Args:
-        state: int32 [3, 2 + history length], or [experts, 3, 2 + history length].
-        scaling: "delayed" or "window".
-        name: the state's name in the error.
-        advice: the way out, at the error's end.
-    """
-    bits, first = state.view(torch.float32), HISTORY
-    check_values(bits.select(-1, SCALE), POSITIVE, f"a scale of {name}", advice)
-    check_values(state.select(-1, ROLLS), COUNT, f"a counter of {name}", advice)
-    if scaling == "window":  # an overflow before the end of the step, such as after a skipped step
-        newest, first = (
-            bits.select(-1, HISTORY).nan_to_num(nan=torch.inf, posinf=torch.inf),
-            HISTORY + 1,
-        )
-        check_values(newest, AMAX, f"the newest amax of {name}", advice)
-    history = bits.narrow(-1, first, bits.shape[-1] - first)
-    check_values(
-        history,
-        AMAX if scaling == "delayed" else NOT_NEGATIVE,
-        f"the amax history of {name}",
-        advice,
-    )
-
-
 # The window rule: the delayed rule's layout with a history of WINDOW; its WEIGHT row is unused
 
 
@@ -335,15 +312,9 @@ def new_window_state(device: torch.device | str | None = None) -> torch.Tensor:
 
 def window_scale(state: torch.Tensor, tensor: int, amax: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the scale for INPUT or GRAD_OUTPUT, chosen on the device: from the tensor's own `amax`
-    in the first WINDOW steps, then the state's. FP32, 0-dimensional."""
-    warm = state.select(0, tensor).select(0, ROLLS) >= WINDOW
+    in the first WINDOW steps, then the state's. FP32, of the amax's shape."""
+    warm = state.select(-2, tensor).select(-1, ROLLS) >= WINDOW
     return torch.where(warm, delayed_scale(state, tensor), power_of_two_scale(amax, fmt))
-
-
-def record_window_amax(state: torch.Tensor, tensor: int, amax: torch.Tensor) -> None:
-    """Set history[0] = max(history[0], amax). A NaN stays for the end of the step."""
-    newest = state.view(torch.float32).select(0, tensor).select(0, HISTORY)
-    newest.copy_(torch.maximum(newest, amax))
 
 
 def rolled_window_states(
@@ -381,6 +352,161 @@ def _rolled_window(rows: torch.Tensor, fmt: Format) -> torch.Tensor:
     room = torch.zeros_like(recorded.unsqueeze(-1))  # where the next step records
     new_bits = [values.view(torch.int32) for values in (new_scale.unsqueeze(-1), room, past)]
     return torch.cat([new_bits[0], new_rolls.unsqueeze(-1), *new_bits[1:]], -1)
+
+
+# The rules. Each is one object, and whoever needs to know something of a rule asks it
+
+DYNAMIC, POWER_OF_TWO, JUST_IN_TIME = "dynamic", "power_of_two", "window"
+"""How kernels choose a scale from an amax: `scale_from_amax`, `power_of_two_scale`,
+`window_scale`."""
+
+
+class Rule:
+    """Choose a scale from a tensor's own amax, one for all of it: `dynamic`. Other rules override
+    what they do otherwise."""
+
+    name = "dynamic"
+    default_format = "HYBRID"
+    """`fp8_format` of a recipe that does not say it."""
+    blocks: Blocks | None = None
+    """Of activations and gradients, along the contraction; each product then has codes of its own.
+    None: one scale for a tensor, and one cast for both its products."""
+    weight_blocks: Blocks | None = None
+    state_name: str | None = None
+    """A layer's state in checkpoints. None: a rule without state."""
+    moves_in_forward = False
+    """True if states roll in every forward of the model, not in the optimizer's step: a weight then
+    gets a new scale in each."""
+    records_weight = True
+    """False if a weight's amax does not enter the state."""
+    keeps_nan = False
+    """True if a NaN counts in an amax, and stays in the state for the end of the step."""
+    warm_from = 1
+    """Number of rolls after which the state's scale is used."""
+
+    @property
+    def serves_both_products(self) -> bool:
+        """Return True if fprop and dgrad read the same codes of a weight."""
+        return self.weight_blocks is None or self.weight_blocks is SQUARES
+
+    @property
+    def multiple(self) -> int:
+        """Return the number of which TransformerEngine's sizes are multiples."""
+        return 32 if self.blocks is MX else 16
+
+    def new_state(
+        self, history_len: int, device: torch.device | str | None = None
+    ) -> torch.Tensor | None:
+        """Return a fresh state for one weight matrix: int32 [3, 2 + history length], or None."""
+        return None
+
+    def given_scale(self, state: torch.Tensor | None, tensor: int) -> torch.Tensor | None:
+        """Return a scale that is known before the tensor: FP32; None if its amax gives one."""
+        return None
+
+    def from_amax(self, tensor: int) -> str:
+        """Return how kernels choose a scale: DYNAMIC, POWER_OF_TWO or JUST_IN_TIME."""
+        return DYNAMIC
+
+    def scale(
+        self, amax: torch.Tensor, fmt: Format, tensor: int, state: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the scale for INPUT, WEIGHT or GRAD_OUTPUT: FP32, of the amax's shape. `state` is
+        the layer's, read only."""
+        return scale_from_amax(amax, fmt)
+
+    def check_state(self, state: torch.Tensor, name: str, advice: str) -> None:
+        """Raise `FP8BackendError` for numbers in a saved state that the rule cannot produce.
+
+        Args:
+            state: int32 [3, 2 + history length], or [experts, 3, 2 + history length].
+            name: the state's name in the error.
+            advice: the way out, at the error's end.
+        """
+        bits = state.view(torch.float32)
+        check_values(bits.select(-1, SCALE), POSITIVE, f"a scale of {name}", advice)
+        check_values(state.select(-1, ROLLS), COUNT, f"a counter of {name}", advice)
+
+
+class Delayed(Rule):
+    """Take the scale from the amaxes of earlier steps, as TransformerEngine does."""
+
+    name = "delayed"
+    state_name = "fp8_scaling"
+    moves_in_forward = True
+
+    def new_state(self, history_len, device=None):
+        return new_delayed_state(history_len, device)
+
+    def given_scale(self, state, tensor):
+        return delayed_scale(state, tensor)
+
+    def scale(self, amax, fmt, tensor, state):
+        return delayed_scale(state, tensor)
+
+    def check_state(self, state, name, advice):
+        super().check_state(state, name, advice)
+        history = state.view(torch.float32)[..., HISTORY:]
+        check_values(history, AMAX, f"the amax history of {name}", advice)
+
+
+class Window(Rule):
+    """Scale as MS-AMP does: just in time for WINDOW steps, then by their largest amax. A weight's
+    amax is of the optimizer step, which is the same number as just in time."""
+
+    name = "window"
+    state_name = "fp8_window"
+    records_weight = False
+    keeps_nan = True
+    warm_from = WINDOW
+
+    def new_state(self, history_len, device=None):
+        return new_window_state(device)
+
+    def from_amax(self, tensor):
+        return POWER_OF_TWO if tensor == WEIGHT else JUST_IN_TIME
+
+    def scale(self, amax, fmt, tensor, state):
+        if tensor == WEIGHT:
+            return power_of_two_scale(amax, fmt)
+        return window_scale(state, tensor, amax, fmt)
+
+    def rolled(self, states: torch.Tensor, formats: tuple[Format, Format, Format]) -> torch.Tensor:
+        """Return the states of any number of layers after an optimizer step."""
+        return rolled_window_states(states, formats)
+
+    def check_state(self, state, name, advice):
+        super().check_state(state, name, advice)
+        bits = state.view(torch.float32)
+        # an overflow before the end of the step, such as after a skipped step
+        newest = bits.select(-1, HISTORY).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        check_values(newest, AMAX, f"the newest amax of {name}", advice)
+        check_values(bits[..., HISTORY + 1 :], NOT_NEGATIVE, f"the amax history of {name}", advice)
+
+
+class AlongContraction(Rule):
+    """Give each block of the contraction a scale from its own amax."""
+
+    default_format = "E4M3"  # such fine scales leave a gradient little need of E5M2's range
+
+    def __init__(self, name: str, blocks: Blocks, weight_blocks: Blocks) -> None:
+        self.name, self.blocks, self.weight_blocks = name, blocks, weight_blocks
+
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule(),
+        Delayed(),
+        AlongContraction("rowwise", ROWS, ROWS),
+        AlongContraction("blockwise", VECTORS, SQUARES),
+        AlongContraction("mxfp8", MX, MX),
+        Window(),
+        AlongContraction("nvfp4", NVFP4, NVFP4_SQUARES),
+    )
+}
+STATEFUL = tuple(name for name, rule in RULES.items() if rule.state_name)
+"""Rules with state from step to step."""
 
 
 # Faults of states, found on the device. States are int32 [n, 3, 2 + history length]

@@ -6,9 +6,6 @@ import torch
 
 from ..formats.scaling import Quantized, scale_inv_of
 
-DYNAMIC, POWER_OF_TWO, WINDOW = "dynamic", "power_of_two", "window"
-"""Rules from amax to scale: `scale_from_amax`, `power_of_two_scale`, `window_scale`."""
-
 
 class Layouts(NamedTuple):
     """A quantized matrix [rows, columns] in the layouts of both products."""

@@ -10,6 +10,8 @@ import torch
 
 from ..formats.formats import Format, saturating_cast
 from ..formats.scaling import (
+    DYNAMIC,
+    POWER_OF_TWO,
     ROWS,
     Blocks,
     Quantized,
@@ -22,7 +24,7 @@ from ..formats.scaling import (
     without_nan,
 )
 from . import cpu_casts
-from .layouts import DYNAMIC, POWER_OF_TWO, Layouts
+from .layouts import Layouts
 from .triton_gate import usable
 
 
@@ -47,7 +49,7 @@ def quantize(
         scale: FP32, 0-dim; None: derived from the amax by `rule`.
         rows, columns: requested layouts: `codes`, `transposed`.
         rule: only DYNAMIC leaves NaN out of the amax.
-        window_state: int32 [2 + WINDOW], the tensor's row of a window state; for WINDOW. Read only.
+        window_state: int32 [2 + WINDOW], the tensor's row of a window state; for JUST_IN_TIME. Read only.
         stored_scale_inv: FP32, 0-dim, a power of two: scale and amax refer to `x *
             stored_scale_inv`, without a copy.
         record: int32, 0-dim, bits of an FP32 amax, raised to this amax in place

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from ..formats.formats import E4M3, E5M2, Format, saturating_cast
-from ..formats.scaling import ROLLS, SCALE, WINDOW
+from ..formats.scaling import DYNAMIC, ROLLS, SCALE, WINDOW
 from . import devices
-from .layouts import DYNAMIC, Layouts
+from .layouts import Layouts
 from .triton_common import (
     OPTIONS,
     as_bits,

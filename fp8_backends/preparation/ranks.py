@@ -9,9 +9,9 @@ from torch import nn
 
 from ..comm import ddp, deepspeed, fsdp2
 from ..comm.backward import States
-from ..compute.fields import STATEFUL
 from ..convert import features
 from ..convert.conversion import Prepared, prepared_roots
+from ..formats.scaling import STATEFUL
 from ..recipes.handlers import Recipe
 from ..states import levels
 from ..states.checkpoint import whole_states

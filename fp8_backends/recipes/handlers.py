@@ -20,8 +20,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 from ..announcement import announce, logger
 from ..compute import hardware, registry
 from ..compute.counts import FPROP, KINDS
-from ..compute.fields import DEFAULT_LEVEL, STATEFUL, Field, parsed
+from ..compute.fields import DEFAULT_LEVEL, Field, parsed
 from ..errors import RecipeError
+from ..formats.scaling import STATEFUL
 from ..words import shortened, shown
 from .fields import (
     BF16,

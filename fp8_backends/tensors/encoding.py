@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import torch
 
 from ..formats.formats import E4M3, E4M11, E5M2, FORMAT_OF, ROOT8, Format, saturating_cast
-from ..formats.scaling import power_of_two_scale, scale_inv_of, tensor_amax
+from ..formats.scaling import POWER_OF_TWO, power_of_two_scale, scale_inv_of, tensor_amax
 from ..kernels import quantize as quantization
 from ..kernels import rounding
-from ..kernels.layouts import POWER_OF_TWO
 from ..kernels.triton_gate import is_eager
 
 PART = 2**15

@@ -30,7 +30,7 @@ from ..convert.features import FEATURES
 from ..errors import FP8BackendError
 from ..formats import scaling
 from ..formats.formats import RECIPE_FORMATS
-from ..formats.scaling import HISTORY, INPUT, ROLLS, WINDOW
+from ..formats.scaling import HISTORY, INPUT, ROLLS
 from ..recipes.handlers import Recipe
 from ..states.gradient_release import is_dropped
 from ..tensors.scaled_tensor import stored_parts
@@ -362,9 +362,9 @@ class Guard:
                 continue
             recipe = prepared.recipe.stateful
             states = torch.cat([rows.to(buffers[0].device) for rows in map(_rows, buffers)])
-            reads_history = recipe.scaling == "window" or recipe.amax_compute_algo == "max"
-            warm_from = WINDOW if recipe.scaling == "window" else 1
-            over.append(scaling.overshoot(states, _format_max(recipe, states), warm_from))
+            rule = scaling.RULES[recipe.scaling]
+            reads_history = not rule.moves_in_forward or recipe.amax_compute_algo == "max"
+            over.append(scaling.overshoot(states, _format_max(recipe, states), rule.warm_from))
             stuck.append(scaling.is_invalid(states, reads_history))
             rolls.append(states[..., ROLLS])
             records.append(states[..., HISTORY] != 0)

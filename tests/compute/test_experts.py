@@ -31,9 +31,10 @@ from fp8_backends.compute.products import engine_of_gpu, scaled_product
 from fp8_backends.formats.formats import E4M3
 from fp8_backends.formats.scaling import (
     INPUT,
+    RULES,
     Quantized,
     new_window_state,
-    record_window_amax,
+    record_amax,
     rolled_window_states,
     tensor_amax,
     window_scale,
@@ -168,15 +169,15 @@ def test_window_of_each_expert_matches_linear_layer(rolled):
     states = new_window_state().repeat(5, 1, 1)
     for step in range(rolled):
         for expert in range(5):
-            record_window_amax(states[expert], INPUT, torch.tensor(step + expert + 1.0))
+            record_amax(states[expert], INPUT, torch.tensor(step + expert + 1.0))
         states = rolled_window_states(states, (E4M3, E4M3, E4M3))
     amax = grouped_scaling.amaxes_of_groups(x, groups, keep_nan=True)
-    scales = grouped_scaling.window_scales(states, INPUT, amax, E4M3)
-    grouped_scaling.record_amaxes(recorded := states.clone(), INPUT, amax, keep_nan=True)
+    scales = grouped_scaling.scales(RULES["window"], amax, E4M3, INPUT, states)
+    record_amax(recorded := states.clone(), INPUT, amax, keep_nan=True)
     for expert in range(4):
         rows = x[3 * expert : 3 * expert + 3]
         expected = states[expert].clone()
-        record_window_amax(expected, INPUT, tensor_amax(rows))
+        record_amax(expected, INPUT, tensor_amax(rows), keep_nan=True)
         assert torch.equal(
             recorded[expert].view(torch.float32).nan_to_num(7),
             expected.view(torch.float32).nan_to_num(7),
@@ -190,7 +191,7 @@ def test_window_of_each_expert_matches_linear_layer(rolled):
 def test_wgrad_blocks_restart_at_each_group(scaling):
     """Groups of sizes around a block's, and empty ones."""
     rule = layer_rule(recipes.resolve(f"native:{scaling}"))
-    blocks, sizes = rule.along.blocks, (0, 127, 128, 0, 129, 1, 300, 31, 33)
+    blocks, sizes = rule.blocks, (0, 127, 128, 0, 129, 1, 300, 31, 33)
     groups = Groups.of(torch.repeat_interleave(torch.arange(9), torch.tensor(sizes)), 9)
     x, dy = torch.randn(sum(sizes), 24), torch.randn(sum(sizes), 40)
     x8, dy8 = (
@@ -206,7 +207,9 @@ def test_wgrad_blocks_restart_at_each_group(scaling):
             quantize_blocks(rows, blocks, E4M3, rows=False).along_rows()
             for rows in (dy_rows, x_rows)
         )
-        assert torch.equal(ours, fp8_product(rule.along, *operands, torch.float32, by_weight=False))
+        assert torch.equal(
+            ours, fp8_product(rule.scales, *operands, torch.float32, by_weight=False)
+        )
 
 
 def test_e5m2_gradients_use_rowwise_e4m3():

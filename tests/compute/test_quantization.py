@@ -12,8 +12,11 @@ from fp8_backends.compute import products
 from fp8_backends.formats import scaling
 from fp8_backends.formats.formats import E4M3, E5M2, saturating_cast
 from fp8_backends.formats.scaling import (
+    DYNAMIC,
     INPUT,
+    JUST_IN_TIME,
     MX,
+    POWER_OF_TWO,
     ROLLS,
     ROWS,
     SQUARES,
@@ -29,7 +32,6 @@ from fp8_backends.formats.scaling import (
 )
 from fp8_backends.kernels import cpu_casts
 from fp8_backends.kernels import quantize as quantization
-from fp8_backends.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [(1, 1), (3, 85), (257, 300), (128, 256), (1, 700), (700, 1)]
@@ -134,7 +136,7 @@ def rule_and_scale(rule, x, fmt):
     state = new_window_state()
     state[INPUT, ROLLS] = scaling.WINDOW - 1 + (x.shape[0] % 2)
     return (
-        {"rule": WINDOW, "window_state": state[INPUT]},
+        {"rule": JUST_IN_TIME, "window_state": state[INPUT]},
         window_scale(state, INPUT, amax, fmt),
         amax,
     )
@@ -142,7 +144,7 @@ def rule_and_scale(rule, x, fmt):
 
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
-@pytest.mark.parametrize("rule", ["given", DYNAMIC, POWER_OF_TWO, WINDOW])
+@pytest.mark.parametrize("rule", ["given", DYNAMIC, POWER_OF_TWO, JUST_IN_TIME])
 def test_every_rule_computes_one_scale(rule, dtype, kind):
     for size, fmt in zip(SIZES, (E4M3, E5M2) * 3, strict=True):
         x = matrix(*size, dtype, kind)
@@ -164,12 +166,12 @@ def test_a_cast_records_the_amax_in_a_state(compiled, rule):
     if compiled:
         torch._dynamo.reset()
         quantize = torch.compile(quantize, fullgraph=True, backend="aot_eager")
-    keep = scaling.record_window_amax if rule == POWER_OF_TWO else scaling.record_amax
+    keep_nan = rule == POWER_OF_TWO
     state, expected = scaling.new_delayed_state(3), scaling.new_delayed_state(3)
     for kind in ("normal", "zero", "nan", "subnormal", "inf"):
         x = matrix(3, 85, torch.bfloat16, kind)
         made = quantize(x, E4M3, rule=rule, record=state[INPUT, scaling.HISTORY])
-        keep(expected, INPUT, made.amax)
+        scaling.record_amax(expected, INPUT, made.amax, keep_nan)
         assert same(state.view(torch.float32), expected.view(torch.float32))
     assert (made.amax == torch.inf).all()
 

@@ -174,18 +174,18 @@ def check_codes_of_parts_match_whole_weight() -> None:
             same_codes(found.along_rows(), expected.along_rows(), 1 - dim, rule)
         for transposed in (False, True):
             weights = layer_rule.Stored(part, None), layer_rule.Stored(x, None)
-            if rule.along is None:
+            if rule.blocks is None:
                 found, expected = (
                     w.quantized(E4M3, rule, None, split=s).along_columns()
                     for w, s in zip(weights, (split, None), strict=True)
                 )
             else:
-                blocks = rule.along.weight_blocks
+                blocks = rule.weight_blocks
                 found, expected = (
                     w.in_blocks(blocks, E4M3, transposed, s)
                     for w, s in zip(weights, (split, None), strict=True)
                 )
-            same_codes(found, expected, dim if rule.along is None else dim ^ transposed, rule)
+            same_codes(found, expected, dim if rule.blocks is None else dim ^ transposed, rule)
 
 
 def same_codes(found, expected, dim: int, rule) -> None:

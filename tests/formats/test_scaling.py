@@ -231,7 +231,7 @@ def test_window_states_match_reference_bitwise(amaxes, microbatches):
     for i, step in enumerate(amaxes):
         for tensor, amax in enumerate(step):
             for part in range(1, microbatches + 1):
-                scaling.record_window_amax(state, tensor, torch.tensor(amax / part))
+                scaling.record_amax(state, tensor, torch.tensor(amax / part), keep_nan=True)
             before, recorded = expected[tensor][2][0], torch.tensor(amax).item()  # FP32
             expected[tensor][2][0] = math.nan if math.isnan(before) else max(recorded, before)
         if i % 7 == 3:
@@ -278,15 +278,15 @@ def test_window_scale_is_just_in_time_for_16_steps_then_delayed(tensor, fmt):
     for i, amax in enumerate(amaxes):
         wanted = scale_of(amax) if i < 16 else scale_of(max(amaxes[i - 16 : i]))
         assert scaling.window_scale(state, tensor, torch.tensor(amax), fmt).item() == wanted, i
-        scaling.record_window_amax(state, tensor, torch.tensor(amax))
+        scaling.record_amax(state, tensor, torch.tensor(amax), keep_nan=True)
         state = scaling.rolled_window_states(state.unsqueeze(0), WINDOW_FORMATS)[0]
 
 
 def test_window_recording_is_idempotent_and_keeps_nan():
     state = scaling.new_window_state()
     for amax in (5.0, 5.0, 4.0):
-        scaling.record_window_amax(state, scaling.INPUT, torch.tensor(amax))
+        scaling.record_amax(state, scaling.INPUT, torch.tensor(amax), keep_nan=True)
     assert state.view(torch.float32)[scaling.INPUT, scaling.HISTORY] == 5.0
     for amax in (math.nan, 6.0):
-        scaling.record_window_amax(state, scaling.INPUT, torch.tensor(amax))
+        scaling.record_amax(state, scaling.INPUT, torch.tensor(amax), keep_nan=True)
     assert math.isnan(state.view(torch.float32)[scaling.INPUT, scaling.HISTORY])

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...formats.scaling import Blocks, Quantized
+from ...formats.scaling import RULES, Blocks, Quantized
 from ...kernels.triton_gate import usable
 from .. import hardware, products
-from ..native.layer_rule import ALONG_CONTRACTION, fp8_product
+from ..native.layer_rule import fp8_product
 from ..products import ALIGNMENT, engine_for, pad, row_major
 from ..tensor_cores import EXACT
 
@@ -257,18 +257,17 @@ def _product_by_group(
     fast_accumulation: bool,
     sums: str,
 ) -> torch.Tensor:
-    out, along = (
-        a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
-        ALONG_CONTRACTION.get(scaling),
-    )
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
     for group, begin, end in rows_of_groups(ends):
         rows, matrix = a.narrow(0, begin, end - begin), b.select(0, group)
-        if along is None:
+        if scaling == _PLAIN:
             product = products.plain_product(rows, matrix)
         else:
             left = Quantized(rows, a_scale_inv.narrow(0, begin, end - begin))
             right = Quantized(matrix, b_scale_inv.select(0, group))
-            product = fp8_product(along, left, right, out_dtype, True, fast_accumulation, sums)
+            product = fp8_product(
+                RULES[scaling], left, right, out_dtype, True, fast_accumulation, sums
+            )
         out.narrow(0, begin, end - begin).copy_(product)
     return out
 
@@ -283,28 +282,25 @@ def _wgrad_by_group(
     out_dtype: torch.dtype,
     sums: str,
 ) -> torch.Tensor:
-    out, along = (
-        a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=out_dtype),
-        ALONG_CONTRACTION.get(scaling),
-    )
+    out = a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=out_dtype)
     rows = rows_of_groups(ends)
     for group in {*range(len(ends))} - {group for group, _, _ in rows}:
         out.select(0, group).zero_()
     for group, begin, end in rows:
         left, right = (codes.narrow(1, begin, end - begin) for codes in (a, b))
-        if along is None:
+        if scaling == _PLAIN:
             product = products.plain_product(left, right)
         else:
             scales = a_scale_inv, b_scale_inv
             if scaling != BY_ROWS:
                 scales = [
-                    scale.narrow(1, *block_places(group, begin, end, along.blocks))
+                    scale.narrow(1, *block_places(group, begin, end, RULES[scaling].blocks))
                     for scale in scales
                 ]
             else:
                 scales = [scale.select(0, group).unsqueeze(1) for scale in scales]
             operands = Quantized(left, scales[0]), Quantized(right, scales[1])
-            product = fp8_product(along, *operands, out_dtype, False, sums=sums)
+            product = fp8_product(RULES[scaling], *operands, out_dtype, False, sums=sums)
         out.select(0, group).copy_(product)
     return out
 

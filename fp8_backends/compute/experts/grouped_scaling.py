@@ -11,14 +11,12 @@ import torch
 
 from ...formats.formats import FORMATS, Format
 from ...formats.scaling import (
-    HISTORY,
-    ROLLS,
+    MX,
     ROWS,
-    SCALE,
-    WINDOW,
+    RULES,
     Blocks,
     Quantized,
-    power_of_two_scale,
+    Rule,
     scale_from_amax,
     scale_inv_of,
     times,
@@ -27,7 +25,7 @@ from ...formats.scaling import (
 from ...kernels.layouts import Layouts
 from ...kernels.quantize import cast, quantize_blocks, quantize_rows
 from ...kernels.triton_gate import is_eager, usable
-from ..native.layer_rule import ALONG_CONTRACTION, LayerRule, Split, Stored
+from ..native.layer_rule import LayerRule, Split, Stored
 from ..products import ALIGNMENT, pad, row_major
 from .grouped_products import (
     READS_SIZES,
@@ -353,7 +351,7 @@ def quantize_groups_in_blocks(
     its `block_places`."""
     along_columns = along_rows = (None, None)
     if rows:
-        along_columns = quantize_blocks(x, rule.along.blocks, fmt, columns=False)[:2]
+        along_columns = quantize_blocks(x, rule.blocks, fmt, columns=False)[:2]
     if columns:
         along_rows = torch.ops.fp8_backends.quantize_block_columns(
             x, groups.ends, rule.scaling, fmt.dtype
@@ -386,7 +384,7 @@ def experts_in_blocks(stored: Stored, blocks: Blocks, fmt: Format, turned: bool)
 def _quantize_columns(
     x: torch.Tensor, ends: torch.Tensor, scaling: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks = ALONG_CONTRACTION[scaling].blocks
+    blocks = RULES[scaling].blocks
     codes, scale_inv = _empty_columns(x, ends, scaling, dtype)
     for group, begin, end in rows_of_groups(ends):
         layouts = quantize_blocks(
@@ -403,11 +401,11 @@ def _empty_columns(
     x: torch.Tensor, ends: torch.Tensor, scaling: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = x.shape
-    width = ALONG_CONTRACTION[scaling].blocks.columns
+    width = RULES[scaling].blocks.columns
     scales = x.new_zeros(
         columns,
         rows // width + len(ends),
-        dtype=torch.uint8 if scaling == "mxfp8" else torch.float32,
+        dtype=torch.uint8 if RULES[scaling].blocks is MX else torch.float32,
     )
     return x.new_empty(columns, rows, dtype=dtype), scales
 
@@ -442,31 +440,9 @@ def _amaxes_of_rows(x: torch.Tensor, keep_nan: bool) -> torch.Tensor:
     return torch.maximum(-low, high).float()
 
 
-def record_amaxes(
-    states: torch.Tensor, tensor: int, amax: torch.Tensor, keep_nan: bool = False
-) -> None:
-    """Set history[0] = max(history[0], amax) of each expert, in place. Idempotent; NaN is ignored
-    unless `keep_nan`."""
-    newest = states.view(torch.float32).select(1, tensor).select(1, HISTORY)
-    newest.copy_((torch.maximum if keep_nan else torch.fmax)(newest, amax))
-
-
-def delayed_scales(states: torch.Tensor, tensor: int) -> torch.Tensor:
-    """Return the scales in force for INPUT, WEIGHT or GRAD_OUTPUT. FP32 [experts]."""
-    return states.view(torch.float32).select(1, tensor).select(1, SCALE)
-
-
-def window_scales(
-    states: torch.Tensor, tensor: int, amax: torch.Tensor, fmt: Format
+def scales(
+    rule: Rule, amax: torch.Tensor, fmt: Format, tensor: int, states: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return `scaling.window_scale` of each expert for INPUT or GRAD_OUTPUT, NaN for an amax of
-    NaN. FP32 [experts]."""
-    warm = states.select(1, tensor).select(1, ROLLS) >= WINDOW
-    scales = power_of_two_scales(amax, fmt)
-    return torch.where(warm & (amax == amax), delayed_scales(states, tensor), scales)
-
-
-def power_of_two_scales(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return `scaling.power_of_two_scale` of each amax, NaN for NaN, to show in all scaled
-    values."""
-    return torch.where(amax == amax, power_of_two_scale(amax, fmt), amax)
+    """Return the rule's scale of each expert, NaN for NaN, to show in all scaled values. FP32
+    [experts]."""
+    return torch.where(amax == amax, rule.scale(amax, fmt, tensor, states), amax)

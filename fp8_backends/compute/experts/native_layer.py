@@ -15,7 +15,16 @@ from torch import nn
 
 from ...errors import FP8BackendError
 from ...formats.formats import E4M3, E5M2
-from ...formats.scaling import GRAD_OUTPUT, INPUT, ROWS, WEIGHT, Blocks, Quantized, times
+from ...formats.scaling import (
+    GRAD_OUTPUT,
+    INPUT,
+    ROWS,
+    WEIGHT,
+    Blocks,
+    Quantized,
+    record_amax,
+    times,
+)
 from ...kernels.layouts import Layouts
 from ...tensors import gathered_codes
 from ...tensors.gathered_codes import GatheredCodes
@@ -28,7 +37,6 @@ from ..native.layer_rule import (
     WGRAD,
     LayerRule,
     Stored,
-    new_state,
     parallel,
     split_of,
 )
@@ -133,17 +141,17 @@ class FP8Experts(ExpertWeights):
         in_fp8 = weight is not None and not weight.fp8_rule.high_precision[FPROP]
         if not in_fp8 or not self.runs_in_fp8(experts, hidden_states):
             return None
-        return ROWS if weight.fp8_rule.along is None else weight.fp8_rule.along.blocks
+        return ROWS if weight.fp8_rule.blocks is None else weight.fp8_rule.blocks
 
     def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
-        if self._any.fp8_rule.along is not None:  # other rules have other scales
+        if self._any.fp8_rule.blocks is not None:  # other rules have other scales
             self._any.fp8_shared.of_input(tokens, _ARRIVED, lambda: codes)
 
     def codes_taken(self, tokens: torch.Tensor) -> Quantized | None:
         weight = self._any
         return (
             None
-            if weight.fp8_rule.along is None
+            if weight.fp8_rule.blocks is None
             else weight.fp8_shared.of_input(tokens, _ARRIVED, lambda: None)
         )
 
@@ -186,7 +194,7 @@ class ExpertCodes(WeightCodes):
         down, across = -(-shape[1] // blocks.rows), -(-shape[2] // (blocks.columns or shape[2]))
         amaxes = torch.zeros(shape[0], down, across, dtype=torch.float32, device=stored.data.device)
         if len(stored.data):
-            if rule.keeps_nan:
+            if rule.scales.keeps_nan:
                 local = grouped_scaling.amaxes_of_experts(*stored, keep_nan=True)
             else:
                 local = times(blocks.amax(_stacked(stored.data, blocks)), stored.scale_inv)
@@ -196,17 +204,10 @@ class ExpertCodes(WeightCodes):
     def _blocks_of_expert(self, product: str, shape: torch.Size) -> Blocks:
         """Return the blocks of each expert's matrix in its layout; all of it for a rule with one
         scale."""
-        if self.layer.fp8_rule.along is None:
+        if self.layer.fp8_rule.blocks is None:
             return ROWS._replace(rows=shape[1])
         rows, columns = self._block_shape(product)
-        return self.layer.fp8_rule.along.weight_blocks._replace(
-            rows=rows or shape[1], columns=columns
-        )
-
-    def _scale(self, amax: torch.Tensor) -> torch.Tensor:
-        if self.layer.fp8_rule.scaling == "delayed":
-            return grouped_scaling.delayed_scales(self.layer.fp8_scaling, WEIGHT).view(amax.shape)
-        return super()._scale(amax)
+        return self.layer.fp8_rule.weight_blocks._replace(rows=rows or shape[1], columns=columns)
 
 
 class FP8ExpertWeight(KeepsLedger, ExpertWeight):
@@ -230,7 +231,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     def _reset_state(self, device: torch.device) -> None:
         experts, state = (
             sizes_of(*self.fp8_owner)[0],
-            new_state(self.fp8_rule, self.fp8_history_len, device),
+            self.fp8_rule.scales.new_state(self.fp8_history_len, device),
         )
         self.fp8_ledger = Ledger(device, experts, self.fp8_own.start)
         self.fp8_scaling = None if state is None else state.repeat(experts, 1, 1)
@@ -293,7 +294,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         # delayed scales move with every forward; other tensors than the Parameter are new each
         # time; codes are ready
         if (
-            rule.scaling == "delayed"
+            rule.scales.moves_in_forward
             or weight is not self.weight
             or stored.is_in(rule.forward_format)
         ):
@@ -349,7 +350,7 @@ class GroupedFunction(torch.autograd.Function):
             y = y.narrow(1, 0, weight.shape[2 if transposed else 1]).to(out_dtype)
         amaxes = (None, None)
         if state is not None and records:
-            amaxes = x8.amax, None if rule.scaling == "window" else w8.amax
+            amaxes = x8.amax, w8.amax if rule.scales.records_weight else None
         if ledger is not None:
             _record(rule, state, INPUT, amaxes[0])
             _record(rule, state, WEIGHT, amaxes[1])
@@ -404,7 +405,7 @@ class GroupedFunction(torch.autograd.Function):
 
 def gradient_by_rows(rule: LayerRule) -> bool:
     """Return True if the gradient has a scale for each row of each product."""
-    return not rule.has_blocks and (rule.along is not None or rule.gradient_format == E5M2)
+    return not rule.has_blocks and (rule.blocks is not None or rule.gradient_format == E5M2)
 
 
 def quantized_weight(
@@ -427,7 +428,7 @@ def oriented_layouts(
     """Quantize a weight as [experts, out, in]."""
     fmt = rule.forward_format
     if rule.has_blocks:
-        blocks = rule.along.weight_blocks
+        blocks = rule.weight_blocks
         along_columns = (
             grouped_scaling.experts_in_blocks(stored, blocks, fmt, transposed)
             if rows
@@ -446,16 +447,12 @@ def oriented_layouts(
     if stored.is_in(fmt):
         w8 = grouped_scaling.codes_of_experts(*stored)
     else:
-        scales = None
-        # MS-AMP takes a weight's amax at the optimizer step: the same number
-        if rule.scaling == "window":
+        scales = rule.scales.given_scale(state, WEIGHT)
+        if rule.scales.keeps_nan:
             amax = grouped_scaling.amaxes_of_experts(*stored, keep_nan=True)
-            scales = grouped_scaling.power_of_two_scales(
-                amax if split is None else split.agreed(amax), fmt
-            )
-        elif state is not None:
-            scales = grouped_scaling.delayed_scales(state, WEIGHT)
-        lines = rule.along is not None
+            amax = amax if split is None else split.agreed(amax)
+            scales = grouped_scaling.scales(rule.scales, amax, fmt, WEIGHT, state)
+        lines = rule.blocks is not None
         w8 = grouped_scaling.quantize_experts(
             stored.data, fmt, scales, rows, columns, stored.scale_inv, lines, split
         )
@@ -488,7 +485,7 @@ def _quantized(
     rule, cut, x, groups: Groups, state, tensor: int, rows: bool, columns: bool
 ) -> Layouts:
     """Quantize the rows of an input or of an output's gradient by the rule."""
-    fmt, lines, split = rule.forward_format, rule.along is not None, split_of(cut, tensor)
+    fmt, lines, split = rule.forward_format, rule.blocks is not None, split_of(cut, tensor)
     if tensor == GRAD_OUTPUT:
         lines = gradient_by_rows(rule)
         fmt = E4M3 if lines else rule.gradient_format
@@ -496,14 +493,14 @@ def _quantized(
         return grouped_scaling.quantize_groups_in_blocks(x, groups, rule, fmt, rows, columns)
     if lines:
         return grouped_scaling.quantize_groups(x, groups, fmt, None, rows, columns, lines, split)
-    if rule.scaling == "window":
+    if rule.scales.keeps_nan:
         amax = grouped_scaling.amaxes_of_groups(x, groups, keep_nan=True)
         amax = amax if split is None else split.agreed(amax)
-        scales = grouped_scaling.window_scales(state, tensor, amax, fmt)
+        scales = grouped_scaling.scales(rule.scales, amax, fmt, tensor, state)
         return grouped_scaling.quantize_groups(x, groups, fmt, scales, rows, columns)._replace(
             amax=amax
         )
-    scales = None if state is None else grouped_scaling.delayed_scales(state, tensor)
+    scales = rule.scales.given_scale(state, tensor)
     return grouped_scaling.quantize_groups(x, groups, fmt, scales, rows, columns, split=split)
 
 
@@ -512,7 +509,7 @@ def _record(
 ) -> None:
     """Record an amax in the states. Compiled code notes it in the ledger instead."""
     if amax is not None and not torch.compiler.is_compiling():
-        grouped_scaling.record_amaxes(state, tensor, amax, rule.keeps_nan)
+        record_amax(state, tensor, amax, rule.scales.keeps_nan)
 
 
 def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> torch.Tensor:
@@ -523,7 +520,7 @@ def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> t
     w8, gathered = Quantized(*weight), isinstance(weight.data, GatheredCodes)
     if gathered:
         weight = Stored.of(weight.data, gathered_codes.DGRAD)
-    if gathered or rule.along is not None:
+    if gathered or rule.blocks is not None:
         w8 = oriented_layouts(rule, cut, weight, transposed, None, False, True).along_rows()
     return grouped_product(
         dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype, sums=rule.sums

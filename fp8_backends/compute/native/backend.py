@@ -15,7 +15,11 @@ from torch import nn
 from ...announcement import logger
 from ...errors import RecipeError
 from ...formats.formats import E2M1, RECIPE_FORMATS
-from ...formats.scaling import Quantized, check_state, rolled_delayed_states, rolled_window_states
+from ...formats.scaling import (
+    RULES,
+    Quantized,
+    rolled_delayed_states,
+)
 from ...kernels.triton_gate import usable
 from ...tensors.block_codes import SQUARE_CODES, CodeLayout, is_decoded
 from ...tensors.parameter_swap import swap
@@ -33,7 +37,7 @@ from ..products import EMULATED, engine_for
 from ..refusals import is_parallel, refuse_cut_since, refuse_transforms
 from ..tensor_cores import EXACT, OF_CHIP
 from .gathered_weights import WeightCodes
-from .layer_rule import FPROP, STATEFUL, LayerRule, Stored, parallel, serves_both_products
+from .layer_rule import FPROP, LayerRule, Stored, parallel
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
 from .scaling_states import KeepsLedger, Ledger, SharedCodes, with_noted_amaxes
 
@@ -46,7 +50,6 @@ NVFP4_ONLY = {
     "fused_head": (False,),
 }
 """Recipe fields and their values with the experimental rule `nvfp4`."""
-_STATE_NAMES = {"delayed": "fp8_scaling", "window": "fp8_window"}
 
 
 class NativeCompute(Compute):
@@ -149,7 +152,7 @@ class NativeCompute(Compute):
         }
         layer.fp8_rule = rule._replace(**kept)
         # a phase without states holds none
-        if (rule.scaling in STATEFUL) == (layer.fp8_scaling is None):
+        if bool(rule.scales.state_name) == (layer.fp8_scaling is None):
             counts = layer.fp8_ledger.total()
             layer._reset_state(device_of(layer.weight))
             layer.fp8_ledger.counts = counts
@@ -167,7 +170,7 @@ class NativeCompute(Compute):
                 "%s is experimental: 4 bits, not measured on a GPU; compare its losses first",
                 recipe.name,
             )
-        if recipe.scaling == "delayed":
+        if RULES[recipe.scaling].moves_in_forward:
             root.register_forward_pre_hook(RollDelayedStates(recipe))
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
@@ -197,9 +200,9 @@ class NativeCompute(Compute):
             layers = filter(self.is_converted, root.modules())
             shared.forget_weights(layer for layer in layers if layer.weight.grad is not None)
             shared.forget_modes()
-        for (_, rule, *_), (states, stacked) in _states_of_layers(root, "window").items():
+        for (_, rule, *_), (states, stacked) in _states_of_layers(root, in_forward=False).items():
             formats = (rule.forward_format, rule.forward_format, rule.gradient_format)
-            _write(states, rolled_window_states(stacked, formats))
+            _write(states, rule.scales.rolled(stacked, formats))
         rolls = next(
             (
                 hook
@@ -231,7 +234,7 @@ class NativeCompute(Compute):
             return 0.0
         for_dgrad = not rule.dgrad_reads_weight
         # and one for fprop, kept over microbatches, unless it is the same
-        stays = module.fp8_shared.keeps_weights and rule.scaling != "delayed"
+        stays = module.fp8_shared.keeps_weights and not rule.scales.moves_in_forward
         is_the_same = for_dgrad and not usable(weight.data)
         return float(for_dgrad) + float(stays and not is_the_same)
 
@@ -245,7 +248,7 @@ class NativeCompute(Compute):
         # at a level, with codes for both products: FSDP2 keeps all its features, compiled code
         # among them, and all numbers. In forward, users may read the weights of a stock model
         one_rule = not recipe.by_product and not recipe.schedule
-        return recipe.level != "O0" and one_rule and serves_both_products(recipe.scaling)
+        return recipe.level != "O0" and one_rule and RULES[recipe.scaling].serves_both_products
 
     def travelling(
         self, root: nn.Module, recipe: Recipe
@@ -292,7 +295,7 @@ class NativeCompute(Compute):
         layers = dict(self._stateful_layers(root))
 
         def check(saved: torch.Tensor, name: str, advice: str) -> None:
-            check_state(saved, layers[name].fp8_rule.scaling, name, advice)
+            layers[name].fp8_rule.scales.check_state(saved, name, advice)
 
         check_saved_states(
             {name: layer.fp8_scaling for name, layer in layers.items()}, state, check
@@ -307,8 +310,8 @@ class NativeCompute(Compute):
     def _stateful_layers(self, root: nn.Module) -> Iterator[tuple[str, KeepsLedger]]:
         """Yield layers by the names of their states. Names differ by rule, like the states."""
         for name, layer in self.converted_layers(root).items():
-            if layer.fp8_rule.scaling in STATEFUL:
-                yield f"{name}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
+            if state_name := layer.fp8_rule.scales.state_name:
+                yield f"{name}.{state_name}", layer
 
     def _shared(self, root: nn.Module) -> set[SharedCodes]:
         return {layer.fp8_shared for layer in root.modules() if self.is_converted(layer)}
@@ -338,7 +341,7 @@ class RollDelayedStates:
             self.roll(root)
 
     def roll(self, root: nn.Module) -> None:
-        for group, states in _states_of_layers(root, "delayed").values():
+        for group, states in _states_of_layers(root, in_forward=True).values():
             # filled on the device: a copy from the host would wait
             limits = [
                 torch.full((1,), most, dtype=torch.float32, device=states.device)
@@ -365,13 +368,15 @@ def _write(states: list[torch.Tensor], stacked: torch.Tensor) -> None:
 
 
 def _states_of_layers(
-    root: nn.Module, scaling: str
+    root: nn.Module, in_forward: bool
 ) -> dict[tuple, tuple[list[torch.Tensor], torch.Tensor]]:
-    """Group the states of this rule by (device, rule, size): live states, and a stacked copy with
-    all amaxes."""
+    """Group the states of rules that move in forward, or at the step, by (device, rule, size): live
+    states, and a stacked copy with all amaxes."""
     groups: dict[tuple, tuple[list[torch.Tensor], list[Ledger]]] = {}
     for module in root.modules():
-        if isinstance(module, KeepsLedger) and module.fp8_rule.scaling == scaling:
+        if isinstance(module, KeepsLedger) and module.fp8_scaling is not None:
+            if module.fp8_rule.scales.moves_in_forward != in_forward:
+                continue
             module._follow(device_of(module.weight))
             if isinstance(module, FP8Products):
                 refuse_cut_since(module, module.fp8_scaling)
@@ -390,8 +395,8 @@ def _states_of_layers(
 
 def _collect_amaxes(root: nn.Module) -> None:
     """Add the amaxes noted by compiled code to the states of all layers."""
-    for scaling in STATEFUL:
-        for states, stacked in _states_of_layers(root, scaling).values():
+    for in_forward in (True, False):
+        for states, stacked in _states_of_layers(root, in_forward).values():
             _write(states, stacked)
 
 

@@ -15,7 +15,7 @@ from ...kernels import quantize as quantization
 from ...tensors.gathered_codes import DGRAD, FPROP
 from ...tensors.scaled_tensor import ScaledTensor
 from ...torch_tools.modules import CONVERSION
-from .layer_rule import LayerRule, Stored, serves_both_products
+from .layer_rule import LayerRule, Stored
 from .scaling_states import KeepsLedger
 
 
@@ -46,7 +46,7 @@ class WeightCodes:
 
     @property
     def change_in_forward(self) -> bool:
-        return self.layer.fp8_rule.scaling == "delayed"
+        return self.layer.fp8_rule.scales.moves_in_forward
 
     @property
     def recomputed(self) -> bool:
@@ -54,7 +54,7 @@ class WeightCodes:
 
     @property
     def products(self) -> tuple[str, ...]:
-        return (FPROP,) if serves_both_products(self.layer.fp8_rule.scaling) else (FPROP, DGRAD)
+        return (FPROP,) if self.layer.fp8_rule.scales.serves_both_products else (FPROP, DGRAD)
 
     @property
     def amax(self) -> torch.Tensor | None:
@@ -68,12 +68,12 @@ class WeightCodes:
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
         """Return tensors with 0 for blocks without local values. The shard may be empty."""
         stored = Stored.of(shard)
-        if self.layer.fp8_rule.along is not None:
+        if self.layer.fp8_rule.blocks is not None:
             return [self._amaxes(stored, first, shape, product) for product in self.products]
         amax = shard.known_amax() if isinstance(shard, ScaledTensor) else None
         if amax is None:
             rows = stored.data if len(shard) else stored.data.new_zeros(1, 1)
-            amax = quantization.amax_of(rows, self.layer.fp8_rule.keeps_nan)
+            amax = quantization.amax_of(rows, self.layer.fp8_rule.scales.keeps_nan)
         return [times(amax, stored.scale_inv)]
 
     def agree(self, maxima: list[torch.Tensor]) -> None:
@@ -84,7 +84,7 @@ class WeightCodes:
     ) -> torch.Tensor:
         stored, rule = Stored.of(shard), self.layer.fp8_rule
         scale, _ = self._scales(self.agreed[product])
-        if rule.along is None:
+        if rule.blocks is None:
             return quantization.cast(
                 stored.data, times(scale, stored.scale_inv), rule.forward_format
             )
@@ -104,22 +104,15 @@ class WeightCodes:
     def _scales(self, agreed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weight's factor, FP32, and the scale_inv for `Quantized`."""
         rule = self.layer.fp8_rule
-        if rule.along is None:
-            scale = self._scale(agreed)
+        if rule.blocks is None:
+            state = self.layer.fp8_scaling
+            scale = rule.scales.scale(agreed, rule.forward_format, WEIGHT, state).view_as(agreed)
             return scale, scaling.scale_inv_of(scale, agreed)
-        blocks = rule.along.weight_blocks
+        blocks = rule.weight_blocks
         if blocks is MX:
             return scaling.e8m0_values(254 - agreed), agreed
         scale = blocks.scale(agreed, rule.forward_format)
         return scale, blocks.inverse(scale, agreed)
-
-    def _scale(self, amax: torch.Tensor) -> torch.Tensor:
-        rule = self.layer.fp8_rule
-        if rule.scaling == "delayed":
-            return scaling.delayed_scale(self.layer.fp8_scaling, WEIGHT)
-        return (
-            scaling.power_of_two_scale if rule.scaling == "window" else scaling.scale_from_amax
-        )(amax, rule.forward_format)
 
     def _amaxes(self, stored: Stored, first: int, shape: torch.Size, product: str) -> torch.Tensor:
         """Return one amax for each block of the whole weight, in its layout."""
@@ -137,14 +130,14 @@ class WeightCodes:
         all rows is as high as the shard: with an agreed amax, the other rows need not be present,
         not even as zeros."""
         rows, columns = self._block_shape(product)
-        blocks = self.layer.fp8_rule.along.weight_blocks
+        blocks = self.layer.fp8_rule.weight_blocks
         if rows is None:
             return blocks._replace(rows=local_rows, columns=columns), 0
         return blocks._replace(rows=rows, columns=columns), first
 
     def _block_shape(self, product: str) -> tuple[int | None, int | None]:
         """Return rows and columns of a block in the weight's layout; None: all."""
-        blocks = self.layer.fp8_rule.along.weight_blocks
+        blocks = self.layer.fp8_rule.weight_blocks
         is_turned = self.layer.transposed_weight != (product == DGRAD)
         return (blocks.columns, blocks.rows) if is_turned else (blocks.rows, blocks.columns)
 

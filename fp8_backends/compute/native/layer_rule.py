@@ -10,31 +10,30 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import FP8BackendError
-from ...formats import scaling
 from ...formats.formats import Format
 from ...formats.scaling import (
     GRAD_OUTPUT,
     INPUT,
-    MX,
+    JUST_IN_TIME,
     NVFP4,
     NVFP4_SQUARES,
     ROWS,
+    RULES,
     SQUARES,
-    VECTORS,
     WEIGHT,
     Blocks,
     Quantized,
+    Rule,
 )
 from ...kernels import nvfp4
 from ...kernels import quantize as quantization
-from ...kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
+from ...kernels.layouts import Layouts
 from ...tensors import gathered_codes
 from ...tensors.block_codes import BlockCodes, is_decoded
 from ...tensors.gathered_codes import GatheredCodes
 from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import agreed_over, is_distributed
 from ..counts import KINDS
-from ..fields import STATEFUL
 from ..products import block_scaled_product, nvfp4_product, scaled_product
 from ..refusals import is_parallel
 from ..tensor_cores import EXACT
@@ -81,32 +80,8 @@ def split_of(cut: Any, tensor: int) -> Split | None:
     return None if cut is None else cut.split(tensor)
 
 
-class AlongContraction(NamedTuple):
-    """The blocks of a rule with scales along the contraction. Each product then needs its own
-    codes."""
-
-    blocks: Blocks
-    """For activations and gradients."""
-    weight_blocks: Blocks
-
-
-ALONG_CONTRACTION = {
-    "rowwise": AlongContraction(ROWS, ROWS),
-    "blockwise": AlongContraction(VECTORS, SQUARES),
-    "mxfp8": AlongContraction(MX, MX),
-    "nvfp4": AlongContraction(NVFP4, NVFP4_SQUARES),
-}
-"""All other rules have one scale for a tensor, and one cast serves both its products."""
-
-
-def serves_both_products(scaling: str) -> bool:
-    """Return True if fprop and dgrad read the same codes of a weight."""
-    along = ALONG_CONTRACTION.get(scaling)
-    return along is None or along.weight_blocks is SQUARES
-
-
 def fp8_product(
-    along: AlongContraction | None,
+    scales: Rule,
     a: Quantized,
     b: Quantized,
     out_dtype: torch.dtype,
@@ -116,13 +91,13 @@ def fp8_product(
 ) -> torch.Tensor:
     """Return a [m, k] @ b [n, k].T, [m, n] of out_dtype. b holds a weight's codes unless
     `by_weight` is False."""
-    if along is None or along.blocks is ROWS:
+    blocks = scales.blocks
+    if blocks is None or blocks is ROWS:
         return scaled_product(a, b, out_dtype, fast_accumulation, sums)
-    if along.blocks is NVFP4:
+    if blocks is NVFP4:
         return nvfp4_product(a, b, out_dtype)
-    return block_scaled_product(
-        a, along.blocks, b, along.weight_blocks if by_weight else along.blocks, out_dtype
-    )
+    b_blocks = scales.weight_blocks if by_weight else blocks
+    return block_scaled_product(a, blocks, b, b_blocks, out_dtype)
 
 
 class LayerRule(NamedTuple):
@@ -167,24 +142,28 @@ class LayerRule(NamedTuple):
         fprop: bool = False,
     ) -> torch.Tensor:
         """Compute `fp8_product`."""
-        return fp8_product(
-            self.along, a, b, out_dtype, by_weight, fprop and self.fast_accumulation, self.sums
-        )
+        fast = fprop and self.fast_accumulation
+        return fp8_product(self.scales, a, b, out_dtype, by_weight, fast, self.sums)
 
     @property
-    def along(self) -> AlongContraction | None:
-        """The blocks of operands; None: one scale for a tensor."""
-        return ALONG_CONTRACTION.get(self.scaling)
+    def scales(self) -> Rule:
+        """The rule of scales, by its name: a name is a constant to a compiler, and copies."""
+        return RULES[self.scaling]
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The blocks of activations and gradients; None: one scale for a tensor."""
+        return self.scales.blocks
 
     @property
     def weight_blocks(self) -> Blocks | None:
         """The blocks of a weight; None: one scale for all of it."""
-        return None if self.along is None else self.along.weight_blocks
+        return self.scales.weight_blocks
 
     @property
     def has_blocks(self) -> bool:
         """Return True if a scale covers only a part of the contraction."""
-        return self.along is not None and self.along.blocks is not ROWS
+        return self.blocks is not None and self.blocks is not ROWS
 
     @property
     def grouped_scaling(self) -> str:
@@ -196,20 +175,14 @@ class LayerRule(NamedTuple):
         """Return True if an input split by tokens is gathered as codes: one scale serves all
         products."""
         fprop, _, wgrad = self.high_precision
-        one_rule = self.along is None and not any(self.others)
+        one_rule = self.blocks is None and not any(self.others)
         return self.fp8_activations and one_rule and not (fprop or wgrad)
 
     @property
     def dgrad_reads_weight(self) -> bool:
         """Return True if dgrad reads the weight as it is stored, not codes of w.T made in
         forward."""
-        return self.high_precision[DGRAD] or self.of(DGRAD).along is not None
-
-    @property
-    def keeps_nan(self) -> bool:
-        """Return True if a NaN counts in an amax and stays in the history, as in
-        `record_window_amax`."""
-        return self.scaling == "window"
+        return self.high_precision[DGRAD] or self.of(DGRAD).blocks is not None
 
     def __repr__(self) -> str:
         i, go = self.forward_format.name, self.gradient_format.name
@@ -226,13 +199,6 @@ class LayerRule(NamedTuple):
         )
         high = f",high:{high}" if high else ""
         return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}{sums}{slow}{high}{others}"
-
-
-def new_state(rule: LayerRule, history_len: int, device: torch.device) -> torch.Tensor | None:
-    """Return a fresh state for one weight matrix; None for a rule without state."""
-    if rule.scaling == "delayed":
-        return scaling.new_delayed_state(history_len, device)
-    return scaling.new_window_state(device) if rule.scaling in STATEFUL else None
 
 
 def quantized(
@@ -254,26 +220,23 @@ def quantized(
     `split`: the cut of the matrix over ranks. Scales are of the whole matrix, except for the
     delayed rule, whose states the ranks agree on after backward.
     """
-    if rule.along is not None:
-        if rule.along.blocks is NVFP4:
+    scales = rule.scales
+    if scales.blocks is not None:
+        if scales.blocks is NVFP4:
             return nvfp4.quantize(matrix, tensor, rows, columns)
-        blocks = rule.along.weight_blocks if tensor == WEIGHT else rule.along.blocks
+        blocks = scales.weight_blocks if tensor == WEIGHT else scales.blocks
         return _in_blocks(matrix, blocks, fmt, rows, columns, split, stored_scale_inv)
-    scale = scaling.delayed_scale(state, tensor) if rule.scaling == "delayed" else None
+    scale, how = scales.given_scale(state, tensor), scales.from_amax(tensor)
     if split is not None and scale is None:
-        amax = split.agreed(quantization.amax_of(matrix, rule.keeps_nan))
-    of_amax = {"rule": DYNAMIC}
-    # MS-AMP takes a weight's amax at the optimizer step: the same number
-    if rule.scaling == "window":
-        is_weight = tensor == WEIGHT
-        of_amax = (
-            {"rule": POWER_OF_TWO}
-            if is_weight
-            else {"rule": WINDOW, "window_state": state.select(0, tensor)}
-        )
+        amax = split.agreed(quantization.amax_of(matrix, scales.keeps_nan))
     return quantization.quantize(
-        *(matrix, fmt, scale, rows, columns),
-        **of_amax,
+        matrix,
+        fmt,
+        scale,
+        rows,
+        columns,
+        rule=how,
+        window_state=state.select(0, tensor) if how == JUST_IN_TIME else None,
         stored_scale_inv=stored_scale_inv,
         record=record,
         amax=amax,
@@ -386,8 +349,8 @@ class Stored(NamedTuple):
         """Quantize by the rule. `columns`: a product contracts the rows too (by other codes if the
         rule has blocks). `record`, `amax`: see `quantization.quantize`; `split`: see
         `quantized`."""
-        if rule.along is not None:
-            return Layouts(*self.in_blocks(rule.along.weight_blocks, fmt, split=split))
+        if rule.blocks is not None:
+            return Layouts(*self.in_blocks(rule.weight_blocks, fmt, split=split))
         return quantized(
             self.data, fmt, rule, state, WEIGHT, True, columns, record, split, self.scale_inv, amax
         )

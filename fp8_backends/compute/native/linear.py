@@ -39,7 +39,6 @@ from .layer_rule import (
     WGRAD,
     LayerRule,
     Stored,
-    new_state,
     quantized,
     quantized_by_product,
     split_of,
@@ -106,7 +105,7 @@ class FP8Products(KeepsLedger):
 
     def _reset_state(self, device: torch.device) -> None:
         self.fp8_ledger = Ledger(device)
-        self.fp8_scaling = new_state(self.fp8_rule, self.fp8_history_len, device)
+        self.fp8_scaling = self.fp8_rule.scales.new_state(self.fp8_history_len, device)
 
     def _apply(self, fn, recurse=True):
         with belongings_kept(self, fn):
@@ -145,11 +144,9 @@ class FP8Products(KeepsLedger):
         for_dgrad = differentiable and input.requires_grad and not is_decoded(self.weight)
         w8 = self._quantized_weight(matrix, cut, for_dgrad, recorded)
         constants = self.fp8_ledger, state, self.fp8_rule, out_dtype, self.transposed_weight, cut
-        noted = (
-            ()
-            if recorded is None
-            else (x8.amax, None if self.fp8_rule.scaling == "window" else w8.amax)
-        )
+        noted = ()
+        if recorded is not None:
+            noted = x8.amax, w8.amax if self.fp8_rule.scales.records_weight else None
         # before the product: checkpointing's second forward stops at its last saved tensor
         self.fp8_ledger.forward(self.fp8_rule, not self.fp8_rule.high_precision[FPROP], *noted)
         y = LinearFunction.apply(x, weight, bias, *constants, x8, w8, stored)
@@ -183,7 +180,7 @@ class FP8Products(KeepsLedger):
         key = rule.scaling, rule.forward_format, rule.others, for_wgrad, split, operands.view
         x8 = self.fp8_shared.of_input(operands.origin, key, cast)
         if newest is not None and not casts:  # another layer's cast
-            self._record(INPUT, recorded, x8.amax)
+            scaling.record_amax(recorded, INPUT, x8.amax, rule.scales.keeps_nan)
         return x8
 
     def _quantized_weight(
@@ -202,11 +199,11 @@ class FP8Products(KeepsLedger):
                 self.fp8_recomputed = self.fp8_shared.is_training(self) and is_checkpointed()
                 amax = self.weight.parts.get(gathered_codes.AMAX)
                 if newest is not None:
-                    self._record(WEIGHT, recorded, amax)
+                    scaling.record_amax(recorded, WEIGHT, amax, rule.scales.keeps_nan)
             return Layouts(amax=amax)
         amax, split = None, split_of(cut, WEIGHT)
         if (
-            rule.scaling != "delayed"
+            not rule.scales.moves_in_forward
             and isinstance(self.weight, ScaledTensor)
             and not torch.compiler.is_compiling()
         ):
@@ -221,18 +218,9 @@ class FP8Products(KeepsLedger):
         def casts() -> Layouts:
             return quantized_by_product(rule, WEIGHT, True, for_dgrad, newest, cast)
 
-        # the scale of the delayed rule moves with every forward
-        return (
-            casts()
-            if rule.scaling == "delayed"
-            else self.fp8_shared.of_weight(self, (rule, fmt), casts)
-        )
-
-    def _record(self, tensor: int, state: torch.Tensor, amax: torch.Tensor) -> None:
-        """Record an amax that no cast has recorded."""
-        (scaling.record_amax if self.fp8_rule.scaling == "delayed" else scaling.record_window_amax)(
-            state, tensor, amax
-        )
+        if rule.scales.moves_in_forward:  # anew in every forward
+            return casts()
+        return self.fp8_shared.of_weight(self, (rule, fmt), casts)
 
     @torch.no_grad()
     def weight_codes(self) -> Quantized | None:
@@ -283,20 +271,11 @@ class FP8Products(KeepsLedger):
                 amax,
                 blocks=nvfp4.blocks_of(amax, nvfp4.BLOCK if tensor == WEIGHT else 1),
             )
-        if rule.along is not None:
-            return in_blocks(
-                matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.along.blocks
-            )
+        if rule.blocks is not None:
+            return in_blocks(matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.blocks)
         amax = scaling.tensor_amax(matrix)
-        if rule.scaling == "delayed":
-            # the state changes later
-            scale = scaling.delayed_scale(self.fp8_scaling, tensor).clone()
-        elif rule.scaling == "dynamic":
-            scale = scaling.scale_from_amax(amax, fmt)
-        elif tensor == WEIGHT:
-            scale = scaling.power_of_two_scale(amax, fmt)
-        else:
-            scale = scaling.window_scale(self.fp8_scaling, tensor, amax, fmt)
+        # a state changes later
+        scale = rule.scales.scale(amax, fmt, tensor, self.fp8_scaling).clone()
         return Cast(matrix, fmt, amax, scale)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
@@ -401,7 +380,7 @@ class LinearFunction(torch.autograd.Function):
             dx = _dgrad(rule, dy, dy8, weight, ctx.out_dtype, split_of(ctx.cut, WEIGHT))
             dx = dx.to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
-            along = rule.of(WGRAD).along is not None
+            along = rule.of(WGRAD).blocks is not None
             dw_dtype = wgrad_dtype(along, dy.device, ctx.weight_dtype, ctx.out_dtype, rule.sums)
             dw = _wgrad(rule, dy, dy8, *saved[:2], dw_dtype).to(ctx.weight_dtype)
             dw = dw.t() if ctx.transposed else dw
@@ -464,10 +443,10 @@ def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
     """Return y [tokens, out] from x [tokens, in] and w [out, in]; w8 is empty for a weight stored
     in FP8."""
     rule = rule.of(FPROP)
-    if w8.codes is None and rule.along is None:
+    if w8.codes is None and rule.blocks is None:
         w8 = Quantized(*stored)
     elif w8.codes is None:
-        w8 = stored.in_blocks(rule.along.weight_blocks, rule.forward_format)
+        w8 = stored.in_blocks(rule.weight_blocks, rule.forward_format)
     return rule.product(x8, w8, out_dtype, fprop=True)
 
 
@@ -477,10 +456,8 @@ def _dgrad(rule, dy, dy8, weight: Stored, out_dtype, split) -> torch.Tensor:
     if rule.high_precision[DGRAD]:
         return plain_product(dy.to(out_dtype), weight.values(out_dtype).t())
     rule, w8 = rule.of(DGRAD), Quantized(*weight)
-    if rule.along is not None:
-        w8 = weight.in_blocks(
-            rule.along.weight_blocks, rule.forward_format, transposed=True, split=split
-        )
+    if rule.blocks is not None:
+        w8 = weight.in_blocks(rule.weight_blocks, rule.forward_format, transposed=True, split=split)
     return rule.product(dy8.along_columns(), w8, out_dtype)
 
 

@@ -75,7 +75,9 @@ class Ledger:
         new = noted + (row == FPROPS) if fprop else noted
         for tensor, amax in ((INPUT, input), (WEIGHT, weight)):
             if amax is not None:
-                larger = _larger(noted.view(torch.float32), self._of_all(amax), rule.keeps_nan)
+                larger = _larger(
+                    noted.view(torch.float32), self._of_all(amax), rule.scales.keeps_nan
+                )
                 new = torch.where(row == tensor, larger.view(torch.int32), new)
         noted.copy_(new)
 
@@ -84,11 +86,9 @@ class Ledger:
     ) -> torch.Tensor | None:
         """Return the place for a cast to record its amax, FP32 bits in int32; None if it records
         none."""
-        if (
-            state is None
-            or torch.compiler.is_compiling()
-            or (tensor == WEIGHT and rule.scaling == "window")
-        ):
+        if state is None or torch.compiler.is_compiling():
+            return None
+        if tensor == WEIGHT and not rule.scales.records_weight:
             return None
         return state.select(0, tensor).select(0, HISTORY)
 
@@ -97,7 +97,9 @@ class Ledger:
         [states] or 0-dim."""
         if torch.compiler.is_compiling():
             amax = None if amax is None else self._of_all(amax)
-            note_backward(self.dgrads_wgrads, dgrad, wgrad, self.grad_output, amax, rule.keeps_nan)
+            note_backward(
+                self.dgrads_wgrads, dgrad, wgrad, self.grad_output, amax, rule.scales.keeps_nan
+            )
             return
         self.counts.dgrad += dgrad
         self.counts.wgrad += wgrad

@@ -18,12 +18,9 @@ from ...errors import BackendUnavailableError, RecipeError
 from ...formats.formats import AMAX, POSITIVE, RECIPE_FORMATS, check_values
 from ...formats.scaling import (
     GRAD_OUTPUT,
-    MX,
-    SQUARES,
-    VECTORS,
+    RULES,
     WEIGHT,
     Quantized,
-    scale_from_amax,
     tensor_amax,
 )
 from ...tensors.scaled_tensor import ScaledTensor
@@ -44,9 +41,6 @@ REINSTALL = (
     "reinstall TransformerEngine for this PyTorch and CUDA, as "
     "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/installation.html describes"
 )
-
-_BLOCKS = {"blockwise": (VECTORS, SQUARES), "mxfp8": (MX, MX)}
-"""Block shapes of activations and gradients, and of weights."""
 
 
 class TransformerEngineCompute(Compute):
@@ -186,11 +180,11 @@ class TransformerEngineCompute(Compute):
     def transient_bytes_per_element(self, module: TELayer) -> float:
         # the weight's codes, kept from forward to backward, and their transposed copy for dgrad
         from .recipes import transposed_copies
-        from .weights import ONE_SCALE
 
         recipe, weight = module.te_state.recipe, local_part(module.weight)
         scaled = isinstance(weight, ScaledTensor)
-        one_scale, is_its_codes = recipe.scaling in ONE_SCALE, _is_its_codes(weight, recipe)
+        one_scale = RULES[recipe.scaling].blocks is None
+        is_its_codes = _is_its_codes(weight, recipe)
         # products read the weight itself, or a copy if it lies the other way round
         if recipe.fp8_params:
             return float(module.transposed_weight and one_scale and not transposed_copies())
@@ -224,11 +218,12 @@ class TransformerEngineCompute(Compute):
         forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
         fmt = gradient if tensor == GRAD_OUTPUT else forward
         matrix = values.detach().reshape(-1, values.shape[-1])
-        if recipe.scaling in _BLOCKS:
-            return in_blocks(matrix, fmt, _BLOCKS[recipe.scaling][tensor == WEIGHT])
+        rule = RULES[recipe.scaling]
+        if rule.blocks is not None:
+            return in_blocks(matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.blocks)
         amax = tensor_amax(matrix)
-        if recipe.scaling != "delayed":
-            return Cast(matrix, fmt, amax, scale_from_amax(amax, fmt))
+        if rule.state_name is None:
+            return Cast(matrix, fmt, amax, rule.scale(amax, fmt, tensor, None))
         state = module.delayed_state("backward" if tensor == GRAD_OUTPUT else "forward")
         if state is None:
             return None
@@ -259,7 +254,7 @@ class TransformerEngineCompute(Compute):
 
 def unaligned(in_features: int, out_features: int, recipe: Recipe) -> str | None:
     """Return the reason against matrices of these sizes, or None."""
-    alignment = 32 if recipe.scaling == "mxfp8" else 16
+    alignment = RULES[recipe.scaling].multiple
     if in_features % alignment or out_features % alignment:
         sizes = f"{in_features} -> {out_features}"
         return f"{sizes} are not multiples of {alignment}, and TransformerEngine cannot pad them"
@@ -282,10 +277,9 @@ def load() -> Any:
 def _is_its_codes(weight: torch.Tensor, recipe: Recipe) -> bool:
     """Return True if TransformerEngine multiplies the stored data without a cast
     (`weights.for_te`)."""
-    from .weights import ONE_SCALE
-
-    is_scaled = isinstance(weight, ScaledTensor)
-    return is_scaled and recipe.scaling in ONE_SCALE and weight.codes.dtype == torch.float8_e4m3fn
+    if not isinstance(weight, ScaledTensor) or RULES[recipe.scaling].blocks is not None:
+        return False
+    return weight.codes.dtype == torch.float8_e4m3fn
 
 
 def _has_compiled_part() -> bool:

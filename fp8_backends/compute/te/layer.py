@@ -24,6 +24,7 @@ import transformer_engine.pytorch.module.linear as te_linear_module
 from torch import distributed, nn
 
 from ...errors import FP8BackendError, RecipeError, Refusal
+from ...formats.scaling import RULES
 from ...tensors.parameter_swap import belongings_kept
 from ...tensors.state_dict_copies import StateDictCopies
 from ...torch_tools.backward_end import call_when_backward_ends, inside_backward
@@ -58,7 +59,7 @@ class ModelState(Modes):
         self.in_eval = bool(recipe.use_autocast_during_eval)
         self.plain_wgrad = bool(recipe.override_linear_precision[2])
         # rows are padded to it, as the contraction of the weight gradient's product
-        self.rows_multiple = 32 if recipe.scaling == "mxfp8" else 16
+        self.rows_multiple = RULES[recipe.scaling].multiple
         self.paused = False
         """True in a bf16 phase (`schedule`): layers run as in evaluation."""
         self.region: Region | None = None

@@ -15,6 +15,7 @@ from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 from ...errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ...formats.scaling import RULES
 from .. import chips
 from ..interface import Recipe
 
@@ -62,7 +63,7 @@ def recipe_object(recipe: Recipe) -> te_recipe.Recipe:
             "install a newer one (pip install -U 'transformer-engine[pytorch]'), or use te:delayed"
         )
     fp8_format = te_recipe.Format[recipe.fp8_format]
-    if recipe.scaling != "delayed":
+    if RULES[recipe.scaling].state_name is None:
         return recipe_class(fp8_format=fp8_format)
     return NamedDelayedScaling(
         margin=recipe.margin,

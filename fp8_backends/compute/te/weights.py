@@ -15,12 +15,10 @@ import torch
 from torch import nn
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
+from ...formats.scaling import RULES
 from ...tensors.parameter_swap import swap
 from ...tensors.scaled_tensor import ScaledTensor
 from .recipes import FP8_WEIGHT_SLOT, QuantizedTensor, RecipeState, te_recipe
-
-ONE_SCALE = ("delayed", "dynamic")
-"""Scaling rules with one scale for a tensor."""
 
 
 class CastWeight:
@@ -74,7 +72,7 @@ def cast(
     internal, quantizer.internal = quantizer.internal, False  # else its result is no torch.Tensor
     with torch.no_grad():
         matrix = data.t() if is_transposed else data
-        if data.dtype == torch.float8_e4m3fn and scaling in ONE_SCALE:
+        if data.dtype == torch.float8_e4m3fn and RULES[scaling].blocks is None:
             codes = data.view(torch.uint8)  # TransformerEngine's dtype for FP8
             result = Float8Tensor(  # on the same memory
                 shape=matrix.shape,

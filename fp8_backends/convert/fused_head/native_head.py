@@ -46,17 +46,21 @@ class FP8HeadProducts(HeadProducts):
             out_dtype,
         )
         self.bias = None if head.bias is None else head.bias.detach().to(out_dtype)
-        self.high, along, fmt = self.rule.high_precision, self.rule.along, self.rule.forward_format
+        self.high, fmt, blocks = (
+            self.rule.high_precision,
+            self.rule.forward_format,
+            self.rule.weight_blocks,
+        )
         self.matrix = stored.values(out_dtype) if self.high[FPROP] or self.high[DGRAD] else None
         w8 = head._quantized_weight(stored, None, for_dgrad=True, recorded=self.state)
         if w8.codes is None:  # a weight stored in FP8
-            w8 = Layouts(*(stored if along is None else stored.in_blocks(along.weight_blocks, fmt)))
+            w8 = Layouts(*(stored if blocks is None else stored.in_blocks(blocks, fmt)))
         self.codes, self.transposed = w8.along_columns(), None
         if not self.high[DGRAD]:
             self.transposed = (
                 w8.along_rows()
-                if along is None
-                else stored.in_blocks(along.weight_blocks, fmt, transposed=True)
+                if blocks is None
+                else stored.in_blocks(blocks, fmt, transposed=True)
             )
         self.fp8_wgrad = head.weight.requires_grad and not self.high[WGRAD]
 

@@ -10,9 +10,17 @@ import torch
 
 from fp8_backends.formats import scaling
 from fp8_backends.formats.formats import E4M3, E5M2, saturating_cast
-from fp8_backends.formats.scaling import MX, ROWS, SQUARES, VECTORS
+from fp8_backends.formats.scaling import (
+    DYNAMIC,
+    JUST_IN_TIME,
+    MX,
+    POWER_OF_TWO,
+    ROWS,
+    SQUARES,
+    VECTORS,
+)
 from fp8_backends.kernels import devices, triton_blocks, triton_matrix
-from fp8_backends.kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
+from fp8_backends.kernels.layouts import Layouts
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -41,7 +49,7 @@ def expected_of(
         scale = {
             DYNAMIC: lambda: scaling.scale_from_amax(amax, fmt),
             POWER_OF_TWO: lambda: scaling.power_of_two_scale(amax, fmt),
-            WINDOW: lambda: scaling.window_scale(state.unsqueeze(0), 0, amax, fmt),
+            JUST_IN_TIME: lambda: scaling.window_scale(state.unsqueeze(0), 0, amax, fmt),
         }[rule]()
     codes, scale_inv = saturating_cast(x.float() * scale, fmt), scaling.scale_inv_of(scale, amax)
     return Layouts(codes, scale_inv, codes.t().contiguous(), scale_inv, amax)
@@ -95,7 +103,7 @@ def test_one_inf_propagates_to_the_scale(scale):
     )
 
 
-@pytest.mark.parametrize("rule", [POWER_OF_TWO, WINDOW])
+@pytest.mark.parametrize("rule", [POWER_OF_TWO, JUST_IN_TIME])
 @pytest.mark.parametrize("with_nan", [False, True])
 def test_level_rules_match_reference(rule, with_nan):
     """Use powers of two, and the window's own scale while it is warm. NaN counts."""
@@ -119,7 +127,7 @@ def test_cast_records_the_amax(rule):
     scale = torch.tensor(4.0) if rule == "given" else None
     named = {"rule": DYNAMIC if rule == "given" else rule}
     state, plain = scaling.new_delayed_state(3), scaling.new_delayed_state(3)
-    keep = scaling.record_window_amax if rule == POWER_OF_TWO else scaling.record_amax
+    keep_nan = rule == POWER_OF_TWO
     for factor, odd in (
         (2.0, 1.0),
         (1.0, torch.nan),
@@ -132,7 +140,7 @@ def test_cast_records_the_amax(rule):
         newest = state.select(0, scaling.WEIGHT).select(0, scaling.HISTORY)
         found = triton_matrix.quantize(x, E4M3, scale, **named, record=newest)
         assert_same(found, expected_of(x, E4M3, scale, **named))
-        keep(plain, scaling.WEIGHT, found.amax)
+        scaling.record_amax(plain, scaling.WEIGHT, found.amax, keep_nan)
         assert torch.equal(bits(state.view(torch.float32)), bits(plain.view(torch.float32))), odd
 
 
