@@ -37,7 +37,6 @@ from ..counts import KINDS
 from ..fields import STATEFUL
 from ..products import block_scaled_product, nvfp4_product, scaled_product
 from ..refusals import is_parallel
-from ..tensor_cores import EXACT
 
 FPROP, DGRAD, WGRAD = range(3)
 """Indices into `LayerRule.high_precision`."""
@@ -112,12 +111,11 @@ def fp8_product(
     out_dtype: torch.dtype,
     by_weight: bool = True,
     fast_accumulation: bool = False,
-    sums: str = EXACT,
 ) -> torch.Tensor:
     """Return a [m, k] @ b [n, k].T, [m, n] of out_dtype. b holds a weight's codes unless
     `by_weight` is False."""
     if along is None or along.blocks is ROWS:
-        return scaled_product(a, b, out_dtype, fast_accumulation, sums)
+        return scaled_product(a, b, out_dtype, fast_accumulation)
     if along.blocks is NVFP4:
         return nvfp4_product(a, b, out_dtype)
     return block_scaled_product(
@@ -141,8 +139,6 @@ class LayerRule(NamedTuple):
     """True if activations travel between ranks in FP8 if possible (`activation_comm`)."""
     fast_accumulation: bool = True
     """Of fprop."""
-    sums: str = EXACT
-    """Sums of products to emulate on a CPU."""
     others: tuple[LayerRule | None, LayerRule | None, LayerRule | None] = (None, None, None)
     """Other rules of fprop, dgrad and wgrad (`products`)."""
 
@@ -167,9 +163,7 @@ class LayerRule(NamedTuple):
         fprop: bool = False,
     ) -> torch.Tensor:
         """Compute `fp8_product`."""
-        return fp8_product(
-            self.along, a, b, out_dtype, by_weight, fprop and self.fast_accumulation, self.sums
-        )
+        return fp8_product(self.along, a, b, out_dtype, by_weight, fprop and self.fast_accumulation)
 
     @property
     def along(self) -> AlongContraction | None:
@@ -217,7 +211,6 @@ class LayerRule(NamedTuple):
         high = "+".join(
             kind for kind, is_high in zip(KINDS, self.high_precision, strict=True) if is_high
         )
-        sums = "" if self.sums == EXACT else f",sums:{self.sums}"
         slow = "" if self.fast_accumulation else ",fast accumulation off"
         others = "".join(
             f",{kind}:{rule.scaling} go:{rule.gradient_format.name}"
@@ -225,7 +218,7 @@ class LayerRule(NamedTuple):
             if rule
         )
         high = f",high:{high}" if high else ""
-        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}{sums}{slow}{high}{others}"
+        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}{slow}{high}{others}"
 
 
 def new_state(rule: LayerRule, history_len: int, device: torch.device) -> torch.Tensor | None:
