@@ -418,7 +418,7 @@ def sums(records: Records) -> str:
             "``torch._scaled_mm`` with",
             "K",
             "results",
-            '``sums="h100"``',
+            "emulated",
             "in bf16",
             "exact sums",
             "in bf16",
@@ -445,34 +445,6 @@ def sums(records: Records) -> str:
             "Recordings of single instructions, K = 32:\n\n" + instructions(records["tensor_cores"])
         )
     return "\n\n".join(parts)
-
-
-def training_sums(records: Records) -> str:
-    """Return the loss of a training by backend, with exact sums and with a chip's."""
-
-    def made(record: dict) -> str:
-        chip = record["results"][0]["sums"]
-        exact = {each["backend"]: each for each in record["results"] if each["sums"] == "exact"}
-        rows = [
-            [
-                quoted(each["backend"]),
-                *(
-                    gap(found["mean"], found["half_width"])
-                    for found in (exact[each["backend"]], each)
-                ),
-            ]
-            for each in record["results"]
-            if each["sums"] == chip
-        ]
-        header = [
-            "backend",
-            f"held-out loss \N{MINUS SIGN} {plain(record)}'s, exact sums",
-            f"``{chip}`` sums",
-        ]
-        seeds = f"{record['seeds']} seeds, {record['steps']} steps, nats with 95 % intervals:"
-        return f"{seeds}\n\n{rst(header, rows)}"
-
-    return of_records(records, {"training_sums_cpu": "Training with a chip's sums"}, made)
 
 
 def nvfp4(records: Records) -> str:
@@ -1192,7 +1164,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "optimizer": optimizer,
     "kernels": kernels,
     "sums": sums,
-    "training-sums": training_sums,
     "nvfp4": nvfp4,
     "scale-loss": scale_loss,
     "rollouts": rollouts,

@@ -74,9 +74,7 @@ class Recorder(TorchDispatchMode):
 
         return wrapped
 
-    def _scaled_product(
-        self, a, b, out_dtype, fast_accumulation=False, sums="exact"
-    ) -> torch.Tensor:
+    def _scaled_product(self, a, b, out_dtype, fast_accumulation=False) -> torch.Tensor:
         (m, k), n = a.codes.shape, b.codes.shape[0]
         dtype, out = (str(each).removeprefix("torch.") for each in (a.codes.dtype, out_dtype))
         rowwise = a.scale_inv.numel() == m

@@ -7,7 +7,7 @@ the recording with exact sums.
 
     sums.py --out DIR                          on a GPU: writes DIR/sums.pt, a dict with `machine` and `records`
     sums.py --compare DIR/sums.pt --json FILE  anywhere: equal results by K, of
-    `tensor_cores.product` and of exact sums
+    `tensor_cores/emulation.py` and of exact sums
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def record(device: str, shape, depth: int, pair, data: str, scales: str, generat
 def compared(entry: dict) -> list[dict]:
     """Count the results of a record equal to the bit: emulated, and from exact sums rounded
     once."""
-    from fp8_backends.compute.products import scaled_product
-    from fp8_backends.compute.tensor_cores import product
+    from tensor_cores.emulation import product, scaled_product
+
     from fp8_backends.formats.scaling import Quantized
 
     a, b = (
@@ -111,9 +111,7 @@ def compared(entry: dict) -> list[dict]:
             "accumulation": accumulation
         }
         made = {
-            "emulated": scaled_product(
-                *operands, results.dtype, accumulation == "fast", sums="h100"
-            ),
+            "emulated": scaled_product(*operands, results.dtype, "h100", accumulation == "fast"),
             "exact_sums": (product(a, b, "exact") * scales).to(results.dtype),
         }
         for name, values in made.items():

@@ -5,7 +5,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import yaml
 from torch import nn
 
 from ..compute import hardware, registry
-from ..convert import conversion, features
+from ..convert import conversion
 from ..convert.conversion import Prepared
 from ..convert.weight_products import FP8
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
@@ -85,17 +85,11 @@ class Advice:
     not_counted: list[str]
     min_flops_share: float
     passes: int = 0
-    sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """`tensor_cores.sum_lost` with and without fast accumulation, of layers that lose more by it
-    than by casts."""
-    slow: Trial | None = None
-    """These layers without fast accumulation: advised even if the gap stays, as on a machine
-    without such sums."""
 
     @property
     def recipe(self) -> Recipe:
         """The recipe to train with: as advised, or as given if no change helps."""
-        return (self.chosen or self.slow or self.given).recipe
+        return (self.chosen or self.given).recipe
 
     @property
     def best(self) -> Trial:
@@ -108,18 +102,10 @@ class Advice:
     @property
     def verdict(self) -> str:
         if self.chosen is not None:
-            changes = [self.chosen.change]
-            if (
-                self.slow not in (None, self.chosen)
-                and self.chosen.recipe.fast_accumulation is not True
-            ):
-                changes.insert(0, self.slow.change)
             return (
-                f"{'; '.join(changes)}: {self._ratio(self.chosen)} of the gap, with "
+                f"{self.chosen.change}: {self._ratio(self.chosen)} of the gap, with "
                 f"{share(self.chosen.kept)} of the FLOPs in FP8 kept there"
             )
-        if self.slow is not None and self.slow.gap <= BROKEN:
-            return f"{self.slow.change}: {self._ratio(self.slow)} of the gap; no further change halves it"
         if self.floor.gap > TARGET * self.given.gap:
             return f"keep the recipe: more than half of the gap is {self.around}'s own, and stays without any FP8"
         keep = f"train in {self.around}" if self.given.gap > BROKEN else "keep the recipe"
@@ -135,7 +121,7 @@ class Advice:
         """Return everything as plain values, non-finite numbers as None."""
         return {
             "verdict": self.verdict,
-            "advised": (self.chosen or self.slow) is not None,
+            "advised": self.chosen is not None,
             "recipe": self.recipe.to_dict(),
             "around": self.around,
             "floor": finite(self.floor._asdict()),
@@ -157,10 +143,6 @@ class Advice:
                 }
                 for trial in self.trials
             ],
-            "sums": {
-                name: {"lost": lost, "without": without}
-                for name, (lost, without) in self.sums.items()
-            },
             "alone": [{**group._asdict(), "gap": finite(group.gap)} for group in self.alone],
         }
 
@@ -177,7 +159,7 @@ class Advice:
             raise FP8BackendError(
                 f"{path}: no file can hold the Python object of {objects[0]}: pass the recipe"
             )
-        measured = self.chosen or self.slow or self.given
+        measured = self.chosen or self.given
         gaps = f"gap {measured.gap:.4f}; as given ({self.given.recipe.name}) {self.given.gap:.4f}; "
         gaps += f"{self.around} without FP8 {self.floor.gap:.4f}; {share(measured.flops_share)} of weight FLOPs in FP8"
         comments = [f"fp8-backends advise: {self.verdict}", gaps, *self.further_lines()]
@@ -227,11 +209,6 @@ class Advice:
         if singles:
             gaps = ", ".join(f"{group.names[0]} {group.gap:.3g}" for group in singles[:SHOWN])
             lines.append(f"gap of one layer alone in FP8: {gaps}")
-        for name, (lost, without) in list(self.sums.items())[:SHOWN]:
-            lines.append(
-                f"sums lost in {name}: {share(lost)}, without fast accumulation "
-                f"{share(max(0.0, without))}"
-            )
         if self.not_counted:
             lines.append(
                 f"not counted, since {self.around} alone turns their gradients: "
@@ -357,22 +334,12 @@ class _Search:
         self.given = self._measured("as given", recipe, work, prepared)
         self.trials: list[Trial] = [self.given]
         self.alone: list[Alone] = []
-        found = features.run(
-            "sums_lost",
-            work,
-            prepared,
-            lambda: list(gap._gradients(work, gap.around, gap.batches[:1])),
-        )
-        self.sums = found[0] if found else {}
-        self.slow = self._without_fast_accumulation() if self.sums and self.remaining else None
-        self.start = self.slow or self.given
-        """Further changes start from here."""
 
     def advice(self) -> Advice:
-        gap, chosen = self.gap, self.slow if self.slow and self._helps(self.slow) else None
-        if chosen is None and gap.floor.gap <= TARGET * self.given.gap:
+        gap, chosen = self.gap, None
+        if gap.floor.gap <= TARGET * self.given.gap:
             chosen = self._changed_layers() or next(filter(self._helps, self._scalings()), None)
-        facts = (
+        return Advice(
             self.given,
             chosen,
             self.trials,
@@ -381,16 +348,8 @@ class _Search:
             gap.floor,
             gap.not_counted,
             self.least,
+            gap.passes,
         )
-        return Advice(*facts, gap.passes, self.sums, self.slow)
-
-    def _without_fast_accumulation(self) -> Trial | None:
-        recipe, names = self.given.recipe, list(self.sums)
-        before = () if recipe.fast_accumulation is True else recipe.fast_accumulation
-        slow = [*before, *names] if all(names) else False  # the root has no name
-        changed = resolve({**_fields(recipe), "backend": recipe.name, "fast_accumulation": slow})
-        trial = self._try(f"fast accumulation off in {together(names)}", changed)
-        return None if trial.why_not else trial
 
     def _helps(self, trial: Trial) -> bool:
         return (
@@ -431,7 +390,7 @@ class _Search:
     def _other_scalings(self) -> Iterator[Recipe]:
         """Yield the recipe in each other scaling rule of the backend that runs here, not
         emulated."""
-        given = self.start.recipe
+        given = self.given.recipe
         findings_before = {finding.rule for finding in validate(given)}
         for scaling in registry.get_compute(given.compute).scalings:
             if scaling in (given.scaling, "nvfp4") or not self.remaining:  # 4 bits widen every gap
@@ -457,7 +416,7 @@ class _Search:
         budget = (1 - self.least) * sum(self.layers.values())
         if min(self.layers.values(), default=math.inf) > budget:
             return []
-        groups = [Alone(tuple(self.layers), self.start.gap)]
+        groups = [Alone(tuple(self.layers), self.given.gap)]
         while self.remaining and (worst := self._most_erring(groups, budget)):
             coarse = next((group for group in worst if len(group.names) > 1), None)
             if coarse is None:
@@ -469,7 +428,7 @@ class _Search:
     def _changed_layers(self) -> Trial | None:
         """Try the worst layers in each other scaling rule, then in high precision. From there each
         layer goes back to the best of these rules if the others are enough."""
-        names, best = self._worst_layers(), self.start
+        names, best = self._worst_layers(), self.given
         for recipe in self._other_scalings() if names else ():
             if recipe.scaling in ONE_SCALE:
                 continue
@@ -485,7 +444,7 @@ class _Search:
         chosen = self._try_layers(layers)
         if not self._helps(chosen):
             return None
-        for name in reversed(names) if best is not self.start else ():
+        for name in reversed(names) if best is not self.given else ():
             fewer = {**layers, name: best.recipe.layers[name]}
             if BF16 not in fewer.values():
                 break  # tried above
@@ -494,7 +453,7 @@ class _Search:
         return chosen
 
     def _try_layers(self, layers: Mapping[str, str]) -> Trial:
-        recipe, names_by_word = with_layers(self.start.recipe, layers), {}
+        recipe, names_by_word = with_layers(self.given.recipe, layers), {}
         for name, word in layers.items():
             names_by_word.setdefault(
                 self.gap.around if word == BF16 else word.rpartition(":")[2], []
@@ -528,7 +487,7 @@ class _Search:
         if self.remaining:
             with contextlib.suppress(*_FAILURES):
                 others = dict.fromkeys(sorted(self.layers.keys() - set(names)), BF16)
-                alone = self.gap.prepared(with_layers(self.start.recipe, others))
+                alone = self.gap.prepared(with_layers(self.given.recipe, others))
                 self.remaining -= 1
                 self.progress(f"{listed(names)} alone in FP8")
                 group = group._replace(gap=self.gap.of(*alone).gap)

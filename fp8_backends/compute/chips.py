@@ -25,8 +25,8 @@ FP8, EMULATED, REFUSED = "FP8", "emulated", "refused"
 
 MEANING = {
     FP8: "FP8 matrix units make the products",
-    EMULATED: "the same casts; bf16 or FP32 products with FP32 sums (sums=... has a chip's), "
-    "slower than bf16: for checking a recipe",
+    EMULATED: "the same casts; bf16 or FP32 products with FP32 sums, slower than "
+    "bf16: for checking a recipe",
     REFUSED: "an error when a model is prepared",
 }
 MEASURED = (

@@ -222,12 +222,6 @@ class Compute(ABC):
         gradient of its output [..., out_features]."""
         return None
 
-    def sums_of(self, module: nn.Module) -> tuple[str, bool] | None:
-        """Return the chip, as in `tensor_cores.product`, and the fast accumulation for the sums of
-        this layer's forward: of this machine's chip, or of one to train on later. None if they are
-        not known."""
-        return None
-
     def after_optimizer_step(self, root: nn.Module) -> None:
         """Take note that an optimizer step has changed the weights of the prepared root."""
 

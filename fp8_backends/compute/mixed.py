@@ -32,7 +32,7 @@ class Mixed(Compute):
 
     engine, products, weight_codes = map(_of_layer, ("engine", "products", "weight_codes"))
     transient_bytes_per_element = _of_layer("transient_bytes_per_element")
-    cast_of, sums_of = map(_of_layer, ("cast_of", "sums_of"))
+    cast_of = _of_layer("cast_of")
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipes = recipe.recipes

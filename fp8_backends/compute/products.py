@@ -15,11 +15,10 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from ..errors import RecipeError
 from ..formats.scaling import MX, SQUARES, Blocks, Quantized
 from ..kernels import cpu_casts, nvfp4
 from ..kernels.quantize import dequantize_blocks
-from . import hardware, tensor_cores
+from . import hardware
 
 ALIGNMENT = 16
 """FP8 products take multiples of this in the contraction and in the columns of the result."""
@@ -67,27 +66,7 @@ def exact_engine(out_dtype: torch.dtype) -> str:
     return BF16_EXACT if out_dtype == torch.bfloat16 and hardware.cpu_bf16() else FP32_EXACT
 
 
-def emulates(sums: str, device: torch.device) -> bool:
-    """Return True if products on this device emulate the sums of a chip. Raises `RecipeError` on a
-    GPU with others."""
-    if (
-        sums == tensor_cores.EXACT
-        or device.type == "meta"
-        or (device.type == "cuda" and not hardware.has_gpu())
-    ):
-        return False
-    if device.type == "cpu":
-        return True
-    if device.type == "cuda" and tensor_cores.OF_CHIP.get(hardware.gpu_chip(device).key) == sums:
-        return False
-    raise RecipeError(
-        f"sums={sums!r} on {device.type}: products sum as this device does, and only a CPU "
-        "emulates another: leave the field out, or train on a CPU"
-    )
-
-
 engine_for = torch.compiler.assume_constant_result(engine_for)
-emulates = torch.compiler.assume_constant_result(emulates)
 _cpu_multiplies = torch.compiler.assume_constant_result(hardware.cpu_multiplies)
 
 
@@ -96,14 +75,13 @@ def scaled_product(
     b: Quantized,
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
-    sums: str = tensor_cores.EXACT,
 ) -> torch.Tensor:
     """Return `(a.codes * a.scale_inv) @ (b.codes * b.scale_inv).T` with FP32 accumulation, [m, n]
     of out_dtype.
 
     Codes [m, k] and [n, k]; scale_inv both 0-dimensional, or [m, 1] and [n, 1]: such products are
     computed in bf16 and cast. fast_accumulation: let Hopper keep partial sums in fewer bits
-    (`use_fast_accum`); for fprop only. sums: of the chip to emulate on a CPU.
+    (`use_fast_accum`); for fprop only.
     """
     # a failure here is this package's fault, not the user's
     (m, k), (n, b_k) = a.codes.shape, b.codes.shape
@@ -117,12 +95,6 @@ def scaled_product(
         (n, 1) if rowwise else ()
     )
     product_dtype = torch.bfloat16 if rowwise else out_dtype
-    if emulates(sums, a.codes.device):
-        product = tensor_cores.product(a.codes, b.codes, sums, fast_accumulation)
-        if rowwise:
-            return (product * a.scale_inv * b.scale_inv.t()).to(product_dtype).to(out_dtype)
-        # cuBLAS multiplies the scales first
-        return (product * (a.scale_inv * b.scale_inv)).to(out_dtype)
     engine = engine_for(a.codes.device, product_dtype)
     if engine == SCALED_MM:
         return _scaled_mm(*a, *b, product_dtype, fast_accumulation).to(out_dtype)
@@ -188,15 +160,15 @@ def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def wgrad_dtype(
-    blocks: bool, device: torch.device, weight_dtype: torch.dtype, out_dtype: torch.dtype, sums: str
+    blocks: bool, device: torch.device, weight_dtype: torch.dtype, out_dtype: torch.dtype
 ) -> torch.dtype:
     """Return the dtype of wgrad's product, given out_dtype of the others. A GPU's FP8 units write
     FP32 too for tensors with one scale: an FP32 weight's gradient is then rounded once. On a CPU,
     bf16 products are faster."""
     if blocks or weight_dtype != torch.float32:
         return out_dtype
-    as_on_gpu = emulates(sums, device) or engine_for(device, torch.float32) == SCALED_MM
-    return torch.float32 if as_on_gpu else out_dtype
+    is_scaled_mm = engine_for(device, torch.float32) == SCALED_MM
+    return torch.float32 if is_scaled_mm else out_dtype
 
 
 def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

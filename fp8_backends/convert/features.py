@@ -14,7 +14,6 @@ name of an event:
     join_uneven_inputs(accelerator)             refuse ranks with different numbers of steps
     report_samples(optimizer, report)           call `report(values, step)` for each sample of this optimizer's steps
     figures(optimizer)                          return {name: number} for the record of a sample of its steps
-    sums_lost(root, prepared, step)             return {layer: share of its sums lost, and without fast accumulation}
     find_part(module, name, part)               return (kind, (in, out), obstacle) of a Parameter, or None
     count_visits(modules, names)                return a function: (name, module, part) -> passes of a token
     has_whole_layers(module)                    return True if ranks share its layers without cutting any

@@ -37,7 +37,6 @@ from ..compute.fields import (
     word,
 )
 from ..compute.interface import Compute
-from ..compute.tensor_cores import CHIPS, EXACT
 from ..compute.torchao import float8_config, scaling_of
 from ..errors import FP8BackendError, RecipeError
 from ..words import shortened, shown
@@ -275,7 +274,7 @@ class CommonFields(KwargsHandler):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class ScalingField(KwargsHandler):
-    """The scaling rule, and the sums of its products."""
+    """The scaling rule, and the precision of its products."""
 
     scaling: str | None = setting(
         None,
@@ -420,20 +419,6 @@ class GatherField(KwargsHandler):
     stored)."""
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
-class SumsField(KwargsHandler):
-    """Sums of products."""
-
-    sums: str = setting(
-        EXACT,
-        one_of(EXACT, *CHIPS),
-        scalings=("dynamic", "delayed", "rowwise", "window"),
-        idle=EXACT,
-    )
-    """Emulate the sums of a chip's tensor cores on a CPU, in fewer bits than FP32; exact: the
-    device's own sums, FP32 on a CPU (native)."""
-
-
 @dataclass(eq=False, repr=False)
 class LevelFields(KwargsHandler):
     """Fields of the levels, for any backend."""
@@ -485,7 +470,6 @@ FIELDS = _declared(
     RuleFields,
     ConfigFields,
     GatherField,
-    SumsField,
     CommonFields,
 )
 """Every field of this package."""

@@ -38,7 +38,6 @@ from .fields import (
     LevelFields,
     RuleFields,
     ScalingField,
-    SumsField,
     fields_of,
     mxfp8_scaling,
     readers,
@@ -396,7 +395,7 @@ class MSAMPRecipeKwargs(Recipe, LevelFields):
 
 @_explains_names
 @dataclass(eq=False, repr=False)
-class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField, SumsField):
+class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField):
     """Train with this package's products: `native:dynamic`, or another scaling."""
 
     backend_name = "native"
@@ -411,7 +410,6 @@ class FP8RecipeKwargs(
     RuleFields,
     LevelFields,
     ScalingField,
-    SumsField,
     BackendField,
 ):
     """Train with any backend by its string, and its fields, also those of a registered backend."""

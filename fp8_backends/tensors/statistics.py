@@ -20,8 +20,6 @@ from ..kernels.rounding import codes_of, decoded
 
 SAMPLED = 2**16
 """Approximate number of counted elements: rows spread over a larger tensor."""
-ROWS = 8
-"""Rows of an operand for the sums of its product."""
 BINADES = 40
 """Bins of a histogram of exponents. E5M2 has 32 binades; the last bin takes the lowest ones of
 FP16."""
@@ -176,18 +174,6 @@ def statistics_of_codes(
         zero,
         binades,
     )
-
-
-@torch.no_grad()
-def codes_of_rows(cast: Cast) -> torch.Tensor:
-    """Return the codes of up to ROWS rows, spread over a cast with one scale or one a row."""
-    chosen = _spread(len(cast.values), max(1, len(cast.values) // ROWS), cast.values.device)[:ROWS]
-    if cast.codes is not None:
-        return cast.codes.view(torch.uint8).index_select(0, chosen).view(cast.codes.dtype)
-    values = cast.values.index_select(0, chosen)
-    if cast.blocks is not None:
-        return cast.blocks.quantize(values, cast.fmt).codes
-    return saturating_cast(values.float() * cast.scale, cast.fmt)
 
 
 def clipped_above(fmt: Format) -> float:

@@ -17,7 +17,6 @@ from ..errors import FP8BackendError
 from ..formats.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
 from ..watch.monitor import (
     FIGURES,
-    MUCH_OF_SUMS,
     NAMES,
     NOT_FINITE,
     NOTABLE,
@@ -127,17 +126,8 @@ class Tensor:
             return (True,)
         if self.is_stored:
             return (False, sum(self.shares))
-        sums, named = (
-            self.last.get("sum_lost") or 0.0,
-            any(applies(self.last) for applies in _NAMED.values()),
-        )
-        return (
-            False,
-            sums if sums > MUCH_OF_SUMS else 0.0,
-            named,
-            lost_db(self.last) or 0.0,
-            *self.shares,
-        )
+        named = any(applies(self.last) for applies in _NAMED.values())
+        return (False, named, lost_db(self.last) or 0.0, *self.shares)
 
 
 _SHARES = {True: ("zeros", "at_max"), False: ("saturated", "flushed")}
@@ -248,7 +238,6 @@ def _record(line: str) -> dict[str, Any] | None:
             *record["tensors"],
             *dict(tensors),
         ]
-        texts += record.get("sums", [])
         is_record = (
             type(record["step"]) is int
             and 0 <= record["step"] < 1e300
@@ -265,7 +254,7 @@ def _record(line: str) -> dict[str, Any] | None:
 def _is_entry(name: str, entry: dict[str, Any]) -> bool:
     scales = entry["scale"] if isinstance(entry["scale"], list) else [entry["scale"]] * 2
     numbers = [entry["amax"], *scales, *(entry[key] for key in _SHARES[name in STORED])]
-    numbers += [entry.get("sqnr_db"), entry.get("sum_lost")]
+    numbers.append(entry.get("sqnr_db"))
     (first, last), binades = entry["exponents"], entry["binades"]
     return (
         entry["format"] in FORMATS
@@ -305,16 +294,14 @@ def in_words(samples: Samples, worst: int) -> str:
     for columns, tensors in ((CAST_COLUMNS, samples.casts), (STORED_COLUMNS, samples.stored)):
         if tensors:
             rows = [list(columns), *map(cells, tensors[:worst])]
-            has_sums = any("sum_lost" in tensor.last for tensor in tensors)
             # the page has amaxes and scales
-            shown = -3 if columns is CAST_COLUMNS and not has_sums else -2
-            parts.append(table([row[:shown] for row in rows]))
+            parts.append(table([row[:-2] for row in rows]))
         if len(tensors) > worst:
             parts.append(f"the worst {worst} of {len(tensors)}")
     return "\n\n".join([*parts, paragraphs(remarks(samples))])
 
 
-_LOST = ("SQNR, dB", "lost", "most lost", "clipped", "flushed", "sums")
+_LOST = ("SQNR, dB", "lost", "most lost", "clipped", "flushed")
 CAST_COLUMNS = ("layer", "tensor", "format", *_LOST, "amax", "scale")
 STORED_COLUMNS = ("layer", "tensor", "format", "zeros", "at the maximum", "amax", "scale")
 
@@ -330,11 +317,6 @@ def cells(tensor: Tensor) -> list[str]:
         *(tensor.layer or "(root)", tensor.name, entry["format"]),
         *(missing if each is None else f"{each:.1f}".replace("-0.0", "0.0") for each in texts),
         *(share(each) if finite else "NaN" for each in tensor.shares),
-        *(
-            []
-            if tensor.is_stored
-            else ["–" if entry.get("sum_lost") is None else f"{100 * entry['sum_lost']:.1f} %"]
-        ),
         *(_number(entry["amax"]), "–" if low is None and high is None else scale),
     ]
 
@@ -392,14 +374,6 @@ def remarks(samples: Samples) -> list[tuple[str, str]]:
             "rows",
         ),
     ]
-    if chips := last.get("sums"):
-        rows.append(
-            (
-                "sums",
-                f"share of the forward's sums that {', '.join(chips)} loses, for some rows and "
-                "columns",
-            )
-        )
     if not_seen := last["not_seen"]:
         rows.append(("not seen", listed(not_seen)))
     if samples.unreadable:
@@ -533,8 +507,6 @@ def _reading(samples: Samples) -> str:
         "<b>Flushed</b>: not zero before the cast, and zero after it: below half of the format's "
         "smallest number. A few large values of a tensor with one scale push the others there; "
         "finer scales (rowwise, blockwise, mxfp8) help.",
-        "<b>Sums</b>: tensor cores keep few bits of long sums; fast_accumulation turns that off by "
-        "layer.",
         "<b>A level's states</b> are read after the step, as codes: how many are zero and how many "
         "lie at the largest number. What they were made of is gone, and so no error is known.",
     ]

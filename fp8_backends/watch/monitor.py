@@ -31,7 +31,6 @@ from torch import nn
 
 from ..announcement import is_main_process, logger
 from ..compute.interface import Compute
-from ..compute.tensor_cores import sum_lost
 from ..convert import features
 from ..convert.conversion import PREPARED, Prepared, prepared_roots
 from ..formats.formats import FORMAT_OF, FORMATS, ROOT8
@@ -40,7 +39,7 @@ from ..recipes.handlers import Recipe
 from ..tensors.encoding import amax_of
 from ..tensors.scaled_tensor import ScaledTensor
 from ..tensors.sharded_tensor import local_part
-from ..tensors.statistics import Statistics, codes_of_rows, read, statistics_of, statistics_of_codes
+from ..tensors.statistics import Statistics, read, statistics_of, statistics_of_codes
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import CONVERSION, EagerHook, is_traced
 from ..torch_tools.optimizers import steps_of
@@ -56,9 +55,6 @@ guard so far."""
 
 NOT_FINITE = "inf or NaN"
 MANY_SATURATED, MANY_FLUSHED = 0.01, 0.05
-MUCH_OF_SUMS = 0.04
-"""Share of sums lost to tensor cores. Two healthy casts to E4M3, of 31.6 dB each, err by 3.7 % in a
-sum."""
 NOTABLE: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     NOT_FINITE: lambda entry: not is_finite(entry),
     f"over {share(MANY_SATURATED)} clipped": lambda entry: (
@@ -66,9 +62,6 @@ NOTABLE: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     ),
     f"over {share(MANY_FLUSHED)} flushed to zero": lambda entry: (
         (entry.get("flushed") or 0.0) > MANY_FLUSHED
-    ),
-    f"over {share(MUCH_OF_SUMS)} of the sums lost": lambda entry: (
-        (entry.get("sum_lost") or 0.0) > MUCH_OF_SUMS
     ),
 }
 """Entries of a record that deserve a line in the log. Clipped values are among the largest of a
@@ -111,27 +104,7 @@ def report_samples(
         monitor.report = report
 
 
-def sums_lost(
-    root: nn.Module, prepared: Prepared, step: Callable[[], Any]
-) -> dict[str, tuple[float, float]]:
-    """Sample a step, and return `tensor_cores.sum_lost` with and without fast accumulation, of
-    layers that lose more by it than by their casts."""
-    layers = prepared.compute.converted_layers(root)
-    if not any(fast for _, fast in filter(None, map(prepared.compute.sums_of, layers.values()))):
-        return {}
-    with contextlib.closing(Sample([Watched(root, prepared, layers)], records=True)) as sample:
-        step()
-    lost, without = sample.sums_lost(), sample.sums_lost(slow=True)
-    return {
-        name: (lost[name], without[name])
-        for name in lost
-        if lost[name] > MUCH_OF_SUMS > without[name]
-    }
-
-
-features.FEATURES["monitor_every"].update(
-    after_proof=watch, report_samples=report_samples, sums_lost=sums_lost
-)
+features.FEATURES["monitor_every"].update(after_proof=watch, report_samples=report_samples)
 
 
 class Monitor:
@@ -196,15 +169,12 @@ class Monitor:
         tensors: dict[str, dict[str, Any]] = {}
         for (name, tensor), numbers in sample.numbers().items():
             tensors.setdefault(name, {})[tensor] = _entry(numbers, stored=tensor in STORED)
-        for name, lost in sample.sums_lost().items():
-            tensors[name][NAMES[INPUT]]["sum_lost"] = _finite(round(lost, 6))
         record = {
             "step": step,
             "recipe": self.recipe.name,
             "casts": ", ".join(
                 dict.fromkeys(watched.prepared.compute.casts_by for watched in sample.watched)
             ),
-            "sums": sorted({chip for chip, _ in sample.sums.values()}),
             "tensors": tensors,
             "not_seen": sorted(
                 {name for watched in sample.watched for name in watched.layers} - tensors.keys()
@@ -269,10 +239,6 @@ class Sample:
         """Host seconds taken by the hooks."""
         self.counted: dict[tuple[str, str], Statistics] = {}
         """By layer and tensor."""
-        self.codes: dict[tuple[str, str], torch.Tensor] = {}
-        """Of some rows of inputs and weights, by layer and tensor."""
-        self.sums: dict[str, tuple[str, bool]] = {}
-        """`Compute.sums_of` by layer."""
         self.closing = contextlib.ExitStack()
         # a layer missing from the first step in Python ran in compiled code
         missing = any(
@@ -326,12 +292,6 @@ class Sample:
             cast = compute.cast_of(layer, tensor, values)
             if cast is not None:
                 counts, key = statistics_of(cast), (name, NAMES[tensor])
-                if (
-                    tensor != GRAD_OUTPUT
-                    and key not in self.counted
-                    and (sums := compute.sums_of(layer))
-                ):
-                    self.sums[name], self.codes[key] = sums, codes_of_rows(cast)
                 self.counted[key] = (
                     self.counted[key].merged(counts) if key in self.counted else counts
                 )
@@ -364,16 +324,6 @@ class Sample:
                             stored.codes, stored.scale_inv, amax, fmt
                         )
         return dict(zip(self.counted, read(list(self.counted.values())), strict=True))
-
-    def sums_lost(self, slow: bool = False) -> dict[str, float]:
-        """Return `tensor_cores.sum_lost` by layer, for some rows of the first microbatch and of the
-        weight. slow: without fast accumulation. Waits for the device."""
-        lost = {}
-        for name, (chip, fast) in self.sums.items():
-            operands = [self.codes.get((name, NAMES[tensor])) for tensor in (INPUT, WEIGHT)]
-            if None not in operands:
-                lost[name] = sum_lost(*(codes.cpu() for codes in operands), chip, fast and not slow)
-        return lost
 
 
 # Records
@@ -441,8 +391,8 @@ def tensors_of(record: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, A
 
 def summary(record: Mapping[str, Any]) -> dict[str, float]:
     """Summarize a record for trackers, by its worst casts: `fp8/worst_sqnr` in dB, `fp8/sqnr/GROUP`
-    for layers whose names differ only in numbers, the shares `fp8/saturated`, `fp8/flushed` and
-    `fp8/sum_lost`, all NaN if one of these casts is not finite; `fp8/not_finite`, the number of
+    for layers whose names differ only in numbers, the shares `fp8/saturated` and
+    `fp8/flushed`, all NaN if one of these casts is not finite; `fp8/not_finite`, the number of
     tensors with an inf or a NaN; and the record's `FIGURES`. Empty for a record without casts."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for layer, entries in record["tensors"].items():
@@ -455,9 +405,7 @@ def summary(record: Mapping[str, Any]) -> dict[str, float]:
     values = {f"fp8/{name}": record.get(name) for name in FIGURES}
     values["fp8/not_finite"] = float(sum(not is_finite(entry) for *_, entry in tensors_of(record)))
     values["fp8/worst_sqnr"] = _worst(min, "sqnr_db", casts)
-    values |= {
-        f"fp8/{key}": _worst(max, key, casts) for key in ("saturated", "flushed", "sum_lost")
-    }
+    values |= {f"fp8/{key}": _worst(max, key, casts) for key in ("saturated", "flushed")}
     values |= {
         f"fp8/sqnr/{group}": _worst(min, "sqnr_db", entries) for group, entries in groups.items()
     }

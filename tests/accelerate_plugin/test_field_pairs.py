@@ -79,7 +79,6 @@ FIELDS = {
     "rounding": (None, "nearest"),
     "shard_states": (None, False),
     "gradient_release": (None, True),
-    "sums": (None, "h100"),
     "autocast_dtype": (None, "bf16", "fp32"),
 }
 AXES = RUN | FIELDS

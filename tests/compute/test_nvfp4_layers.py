@@ -193,7 +193,6 @@ def test_last_blocks_stay_in_high_precision_unless_named(count, last):
         {"fp8_format": "HYBRID"},
         {"activation_comm": "fp8"},
         {"enable_fsdp_float8_all_gather": True},
-        {"sums": "h100"},
         {"fast_accumulation": False},
     ],
     ids=str,

@@ -21,7 +21,6 @@ from tools.comparing import TINY, InProcess, Silent, compared, tiny_settings, wr
 from fp8_backends.compute import hardware
 from fp8_backends.errors import RecipeError
 from fp8_backends.tools.compare import comparison as comparing
-from fp8_backends.tools.compare.command import backend_names
 from fp8_backends.tools.compare.comparison import (
     Comparison,
     Timetable,
@@ -305,24 +304,6 @@ def test_a_killed_worker_drops_out(tmp_path):
         == "finished"
     )
     assert ("native:dynamic", 2) not in killing.order and comparison.failed
-
-
-@pytest.mark.slow
-def test_sums_of_a_chip_reach_every_backend(tmp_path):
-    backends = ("native:dynamic", "msamp:O2")
-    (tmp_path / "exact").mkdir()
-    exact = compared(tmp_path / "exact", *backends, seeds=1)
-    comparison = compared(tmp_path, *backends, seeds=1, sums="h100")
-    for backend in backends:
-        report, before = (each.results["backends"][backend] for each in (comparison, exact))
-        assert "(h100 sums)" in json.dumps(report) and "sums)" not in json.dumps(before)
-        assert report["runs"][0]["losses"] != before["runs"][0]["losses"]
-
-
-def test_a_backend_that_does_not_emulate_sums_is_refused_before_anything_runs():
-    assert backend_names(["native", "fp32"], "bf16", "h100") == ("native:dynamic", "fp32")
-    with pytest.raises(RecipeError, match="sums is not read by ao:tensorwise, only by native"):
-        backend_names(["native", "ao"], "bf16", "h100")
 
 
 def test_without_the_reference_checks_against_it_are_missing(tmp_path):

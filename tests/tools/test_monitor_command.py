@@ -72,28 +72,6 @@ def test_table_lists_worst_first_and_names_it(troubled, capsys):
     assert next(line for line in lines if "exp_avg" in line).split()[3:5] == ["25", "%"]
 
 
-def test_a_layer_that_loses_of_its_sums_comes_first(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    file = written(
-        tmp_path,
-        {**record(10, input={**entry(), "sum_lost": 0.071}, weight=entry(30.0)), "sums": ["h100"]},
-    )
-    assert main(["monitor", str(file)]) == 0
-    out = capsys.readouterr().out
-    assert "over 4 % of the sums lost: model.layers.0.q_proj input" in out and "h100" in out
-    rows = [
-        line.split()[1:] for line in out.splitlines() if line.startswith("model.layers.0.q_proj")
-    ]
-    assert (
-        [row[0] for row in rows] == ["input", "weight"]
-        and rows[0][-2:] == ["7.1", "%"]
-        and rows[1][-1] == "–"
-    )
-    html = render(read_samples(file))
-    check_page(html)
-    assert "7.1 %" in html and ">sums<" in html
-
-
 def test_a_healthy_run_is_good(tmp_path):
     samples = read_samples(written(tmp_path, record(10), record(20)))
     assert findings(samples).mood == "good" and not findings(samples).details
@@ -274,8 +252,6 @@ def changed(key, value):
         record(300, input=changed("exponents", [-(10**9), 10**9])),
         record(300, input=changed("binades", [0] * 5)),
         record(300, exp_avg=entry()),
-        record(300, input=changed("sum_lost", "most")),
-        {**record(300), "sums": ["\x1b[2J"]},
         [[[]]],
     ],
     ids=str,

@@ -284,94 +284,6 @@ def test_a_tensor_of_zeros_has_no_scale(tmp_path):
     assert (str(entry["amax"]), entry["scale"]) == ("0.0", None)
 
 
-class Planted(nn.Module):
-    """Sum 4,096 positive products in `down`."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.out = nn.Linear(64, 4096), nn.Linear(4096, 64), nn.Linear(64, 64)
-        self.down.weight.data.abs_()
-
-    def forward(self, x):
-        return self.out(self.down(nn.functional.softplus(self.up(x))))
-
-
-@pytest.mark.parametrize(
-    "backend", ["native:dynamic", "native:rowwise", "native:delayed", "msamp:O3"]
-)
-def test_a_layer_that_loses_of_its_sums_is_named(backend, tmp_path, caplog):
-    """Fast accumulation on Hopper makes long positive sums too small; parts in FP32 lose almost
-    nothing."""
-    found = {}
-    for fast in (True, ["down"]):
-        torch.manual_seed(0)
-        model, file = Planted(), tmp_path / str(fast)
-        fields = {
-            "monitor_every": 1,
-            "monitor_file": str(file),
-            "fast_accumulation": fast,
-            "sums": "h100",
-        }
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        model, optimizer = fp8_backends.prepare(model, optimizer, {"backend": backend, **fields})
-        with caplog.at_level(logging.WARNING, "fp8_backends"):
-            caplog.clear()
-            for seed in range(2):
-                step(model, optimizer, seed)
-        (record,) = records(file)
-        lost = {name: tensors["input"]["sum_lost"] for name, tensors in record["tensors"].items()}
-        assert record["sums"] == ["h100"] and all(abs(lost[name]) < 0.002 for name in ("up", "out"))
-        assert ("over 4 % of the sums lost: down input" in caplog.text) == (fast is True)
-        found[fast is True] = lost["down"]
-        assert fast is not True or samples.read_samples(file).casts[0].label == "down input"
-    assert 0.05 < found[True] < 0.09 and 0 <= found[False] < 0.002, found
-
-
-def test_sum_lost_describes_the_sums_of_the_layer(tmp_path):
-    """With eight rows and columns, all are sampled: the figure is that of the layer's output."""
-    torch.manual_seed(0)
-    outputs = {}
-    for sums in ("h100", "exact"):
-        layer = nn.Linear(2048, 8, bias=False)
-        layer.weight.data = torch.rand(8, 2048, generator=torch.Generator().manual_seed(1))
-        model = nn.Sequential(layer)
-        fields = {"monitor_every": 1, "monitor_file": str(tmp_path / sums), "sums": sums}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        model, optimizer = fp8_backends.prepare(
-            model, optimizer, {"backend": "native:dynamic", **fields}
-        )
-        for seed in range(2):
-            outputs[sums] = model(
-                torch.rand(8, 2048, generator=torch.Generator().manual_seed(seed))
-            )
-            outputs[sums].sum().backward()
-            optimizer.step()
-    lost = [records(tmp_path / sums)[0]["tensors"]["0"]["input"]["sum_lost"] for sums in outputs]
-    assert (
-        lost[0]
-        == lost[1]
-        == pytest.approx(1 - (outputs["h100"].sum() / outputs["exact"].sum()).item(), abs=2e-6)
-    )
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "native:blockwise",
-        "ao",
-        {"backend": "native", "override_linear_precision": (True, False, False)},
-    ],
-    ids=["blocks", "ao", "fprop_in_high_precision"],
-)
-def test_other_products_have_no_figure_of_sums(spec, tmp_path):
-    fields = spec if isinstance(spec, dict) else {"backend": spec}
-    model, optimizer = prepared(file=tmp_path / "file", **fields)
-    for seed in range(2):
-        step(model, optimizer, seed)
-    (record,) = records(tmp_path / "file")
-    assert record["sums"] == [] and "sum_lost" not in record["tensors"]["up"]["input"]
-
-
 def stance():
     return torch._dynamo.eval_frame._stance.stance
 
@@ -430,7 +342,6 @@ def test_trackers_get_a_summary(tmp_path):
         "worst_sqnr",
         "saturated",
         "flushed",
-        "sum_lost",
         "not_finite",
         "sqnr/up",
         "sqnr/down",

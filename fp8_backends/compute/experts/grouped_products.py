@@ -22,7 +22,6 @@ from ...kernels.triton_gate import usable
 from .. import hardware, products
 from ..native.layer_rule import fp8_product
 from ..products import ALIGNMENT, engine_for, pad, row_major
-from ..tensor_cores import EXACT
 
 SCALED_GROUPED_MM = "scaled_grouped_mm"
 BY_ROWS, _PLAIN = "rowwise", "plain"
@@ -131,7 +130,6 @@ def grouped_product(
     scaling: str = BY_ROWS,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
-    sums: str = EXACT,
 ) -> torch.Tensor:
     """Return `a[row] @ b[group].T` for each row of a, with FP32 accumulation: [rows, at least n] of
     out_dtype.
@@ -143,7 +141,7 @@ def grouped_product(
     """
     if scaling != BY_ROWS:
         return torch.ops.fp8_backends.grouped_product(
-            *a, *b, groups.ends, scaling, out_dtype, fast_accumulation, sums
+            *a, *b, groups.ends, scaling, out_dtype, fast_accumulation
         )
     assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, (
         "no GPU has grouped products of another format"
@@ -157,7 +155,7 @@ def grouped_product(
             groups.operand_ends,
         )
         out = torch.ops.fp8_backends.grouped_product(
-            *operands, scaling, torch.bfloat16, fast_accumulation, sums
+            *operands, scaling, torch.bfloat16, fast_accumulation
         )
     else:
         out = torch._scaled_grouped_mm(
@@ -178,20 +176,19 @@ def grouped_wgrad(
     groups: Groups,
     scaling: str = BY_ROWS,
     out_dtype: torch.dtype = torch.bfloat16,
-    sums: str = EXACT,
 ) -> torch.Tensor:
     """Return `a[:, rows of g] @ b[:, rows of g].T` for each group, zeros for one without rows:
     [groups, at least m, at least k] of out_dtype. a, b: codes [m or k, places], scale_inv [groups,
     m or k], laid out for an operand; with block scales as `quantize_groups_in_blocks` transposes
     them."""
     if scaling != BY_ROWS:
-        return torch.ops.fp8_backends.grouped_wgrad(*a, *b, groups.ends, scaling, out_dtype, sums)
+        return torch.ops.fp8_backends.grouped_wgrad(*a, *b, groups.ends, scaling, out_dtype)
     assert a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn, (
         "no GPU has grouped products of another format"
     )
     if grouped_engine_for(a.codes.device) != SCALED_GROUPED_MM:
         return torch.ops.fp8_backends.grouped_wgrad(
-            *a, *b, groups.operand_ends, scaling, torch.bfloat16, sums
+            *a, *b, groups.operand_ends, scaling, torch.bfloat16
         )
     a_codes, b_codes = (row_major(pad(q.codes, ALIGNMENT, 1)) for q in (a, b))
     return torch._scaled_grouped_mm(
@@ -220,7 +217,7 @@ def plain_product(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Ten
         )
         return F.grouped_mm(*operands, offs=groups.ends).narrow(1, 0, n)
     return torch.ops.fp8_backends.grouped_product(
-        a, None, b, None, groups.ends, _PLAIN, a.dtype, False, EXACT
+        a, None, b, None, groups.ends, _PLAIN, a.dtype, False
     )
 
 
@@ -235,7 +232,7 @@ def plain_wgrad(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tenso
             .narrow(2, 0, b.shape[1])
         )
     return torch.ops.fp8_backends.grouped_wgrad(
-        a.t(), None, b.t(), None, groups.ends, _PLAIN, a.dtype, EXACT
+        a.t(), None, b.t(), None, groups.ends, _PLAIN, a.dtype
     )
 
 
@@ -255,7 +252,6 @@ def _product_by_group(
     scaling: str,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
-    sums: str,
 ) -> torch.Tensor:
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
     for group, begin, end in rows_of_groups(ends):
@@ -265,9 +261,7 @@ def _product_by_group(
         else:
             left = Quantized(rows, a_scale_inv.narrow(0, begin, end - begin))
             right = Quantized(matrix, b_scale_inv.select(0, group))
-            product = fp8_product(
-                RULES[scaling], left, right, out_dtype, True, fast_accumulation, sums
-            )
+            product = fp8_product(RULES[scaling], left, right, out_dtype, True, fast_accumulation)
         out.narrow(0, begin, end - begin).copy_(product)
     return out
 
@@ -280,7 +274,6 @@ def _wgrad_by_group(
     ends: torch.Tensor,
     scaling: str,
     out_dtype: torch.dtype,
-    sums: str,
 ) -> torch.Tensor:
     out = a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=out_dtype)
     rows = rows_of_groups(ends)
@@ -300,7 +293,7 @@ def _wgrad_by_group(
             else:
                 scales = [scale.select(0, group).unsqueeze(1) for scale in scales]
             operands = Quantized(left, scales[0]), Quantized(right, scales[1])
-            product = fp8_product(RULES[scaling], *operands, out_dtype, False, sums=sums)
+            product = fp8_product(RULES[scaling], *operands, out_dtype, False)
         out.select(0, group).copy_(product)
     return out
 
@@ -309,7 +302,7 @@ _product = torch.library.custom_op(
     "fp8_backends::grouped_product", _product_by_group, mutates_args=(), tags=READS_SIZES
 )
 _product.register_fake(
-    lambda a, a_inv, b, b_inv, ends, scaling, dtype, fast, sums: a.new_empty(
+    lambda a, a_inv, b, b_inv, ends, scaling, dtype, fast: a.new_empty(
         a.shape[0], b.shape[1], dtype=dtype
     )
 )
@@ -317,7 +310,7 @@ _wgrad = torch.library.custom_op(
     "fp8_backends::grouped_wgrad", _wgrad_by_group, mutates_args=(), tags=READS_SIZES
 )
 _wgrad.register_fake(
-    lambda a, a_inv, b, b_inv, ends, scaling, dtype, sums: a.new_empty(
+    lambda a, a_inv, b, b_inv, ends, scaling, dtype: a.new_empty(
         len(ends), a.shape[0], b.shape[0], dtype=dtype
     )
 )

@@ -42,7 +42,6 @@ from ..native.layer_rule import (
 )
 from ..native.linear import is_checkpointed
 from ..native.scaling_states import KeepsLedger, Ledger, SharedCodes
-from ..products import emulates
 from ..refusals import refuse_second_derivative
 from . import (
     ExpertWeight,
@@ -219,9 +218,9 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
 
     @property
     def fp8_engine(self) -> str:
-        rule, device = self.fp8_rule, self.weight.device
-        is_grouped = not (rule.has_blocks or emulates(rule.sums, device))
-        return grouped_engine_for(device) if is_grouped else super().fp8_engine
+        if self.fp8_rule.has_blocks:
+            return super().fp8_engine
+        return grouped_engine_for(self.weight.device)
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         self.fp8_own = own_experts(*self.fp8_owner)
@@ -345,7 +344,7 @@ class GroupedFunction(torch.autograd.Function):
             )
         else:
             operands = x8.along_columns(), w8.along_columns()
-            how = rule.grouped_scaling, out_dtype, rule.fast_accumulation, rule.sums
+            how = rule.grouped_scaling, out_dtype, rule.fast_accumulation
             y = grouped_product(*operands, groups, *how)
             y = y.narrow(1, 0, weight.shape[2 if transposed else 1]).to(out_dtype)
         amaxes = (None, None)
@@ -522,9 +521,7 @@ def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> t
         weight = Stored.of(weight.data, gathered_codes.DGRAD)
     if gathered or rule.blocks is not None:
         w8 = oriented_layouts(rule, cut, weight, transposed, None, False, True).along_rows()
-    return grouped_product(
-        dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype, sums=rule.sums
-    )
+    return grouped_product(dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype)
 
 
 def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Tensor:
@@ -533,7 +530,7 @@ def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Te
         operands = dy, x.codes.to(dy.dtype)
         return plain_wgrad(*(reversed(operands) if transposed else operands), groups)
     operands = (x, dy8.along_rows()) if transposed else (dy8.along_rows(), x)
-    return grouped_wgrad(*operands, groups, rule.grouped_scaling, dy.dtype, rule.sums)
+    return grouped_wgrad(*operands, groups, rule.grouped_scaling, dy.dtype)
 
 
 def _oriented(weight: torch.Tensor, transposed: bool) -> torch.Tensor:

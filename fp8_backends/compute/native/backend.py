@@ -27,7 +27,6 @@ from ...tensors.sharded_tensor import device_of, is_distributed, local_part
 from ...tensors.statistics import Cast
 from ...torch_tools.backward_end import inside_backward
 from ...torch_tools.modules import owner_of
-from .. import hardware
 from ..counts import KINDS, ProductCounts
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
@@ -35,9 +34,8 @@ from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
 from ..products import EMULATED, engine_for
 from ..refusals import is_parallel, refuse_cut_since, refuse_transforms
-from ..tensor_cores import EXACT, OF_CHIP
 from .gathered_weights import WeightCodes
-from .layer_rule import FPROP, LayerRule, Stored, parallel
+from .layer_rule import LayerRule, Stored, parallel
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
 from .scaling_states import KeepsLedger, Ledger, SharedCodes, with_noted_amaxes
 
@@ -73,7 +71,6 @@ class NativeCompute(Compute):
         *RULE_FIELDS,
         "enable_fsdp_float8_all_gather",
         "fast_accumulation",
-        "sums",
     )
     casts_by = "the layer's own rule"
     takes_transposed = True
@@ -268,19 +265,6 @@ class NativeCompute(Compute):
     def cast_of(self, module: KeepsLedger, tensor: int, values: torch.Tensor) -> Cast | None:
         return module.cast_of(tensor, values) if isinstance(module, FP8Products) else None
 
-    def sums_of(self, module: KeepsLedger) -> tuple[str, bool] | None:
-        rule, device = module.fp8_rule.of(FPROP), device_of(module.weight)
-        if (
-            not isinstance(module, FP8Products)
-            or rule.has_blocks
-            or module.fp8_rule.high_precision[FPROP]
-        ):
-            return None
-        here = hardware.gpu_chip(device).key if device.type == "cuda" else None
-        return rule.sums if rule.sums != EXACT else OF_CHIP.get(
-            here, "h100"
-        ), rule.fast_accumulation
-
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         _collect_amaxes(root)
         return {
@@ -441,7 +425,6 @@ def layer_rule(recipe: Recipe) -> LayerRule:
         bool(recipe.use_autocast_during_eval),
         "stored" if recipe.fp8_params else "",
         recipe.activation_comm == "fp8",
-        sums=recipe.sums,
         others=tuple(
             layer_rule(recipe.by_product[kind]) if kind in recipe.by_product else None
             for kind in KINDS

@@ -36,7 +36,6 @@ from ...tensors.sharded_tensor import agreed_over, is_distributed
 from ..counts import KINDS
 from ..products import block_scaled_product, nvfp4_product, scaled_product
 from ..refusals import is_parallel
-from ..tensor_cores import EXACT
 
 FPROP, DGRAD, WGRAD = range(3)
 """Indices into `LayerRule.high_precision`."""
@@ -87,13 +86,12 @@ def fp8_product(
     out_dtype: torch.dtype,
     by_weight: bool = True,
     fast_accumulation: bool = False,
-    sums: str = EXACT,
 ) -> torch.Tensor:
     """Return a [m, k] @ b [n, k].T, [m, n] of out_dtype. b holds a weight's codes unless
     `by_weight` is False."""
     blocks = scales.blocks
     if blocks is None or blocks is ROWS:
-        return scaled_product(a, b, out_dtype, fast_accumulation, sums)
+        return scaled_product(a, b, out_dtype, fast_accumulation)
     if blocks is NVFP4:
         return nvfp4_product(a, b, out_dtype)
     b_blocks = scales.weight_blocks if by_weight else blocks
@@ -116,8 +114,6 @@ class LayerRule(NamedTuple):
     """True if activations travel between ranks in FP8 if possible (`activation_comm`)."""
     fast_accumulation: bool = True
     """Of fprop."""
-    sums: str = EXACT
-    """Sums of products to emulate on a CPU."""
     others: tuple[LayerRule | None, LayerRule | None, LayerRule | None] = (None, None, None)
     """Other rules of fprop, dgrad and wgrad (`products`)."""
 
@@ -143,7 +139,7 @@ class LayerRule(NamedTuple):
     ) -> torch.Tensor:
         """Compute `fp8_product`."""
         fast = fprop and self.fast_accumulation
-        return fp8_product(self.scales, a, b, out_dtype, by_weight, fast, self.sums)
+        return fp8_product(self.scales, a, b, out_dtype, by_weight, fast)
 
     @property
     def scales(self) -> Rule:
@@ -190,7 +186,6 @@ class LayerRule(NamedTuple):
         high = "+".join(
             kind for kind, is_high in zip(KINDS, self.high_precision, strict=True) if is_high
         )
-        sums = "" if self.sums == EXACT else f",sums:{self.sums}"
         slow = "" if self.fast_accumulation else ",fast accumulation off"
         others = "".join(
             f",{kind}:{rule.scaling} go:{rule.gradient_format.name}"
@@ -198,7 +193,7 @@ class LayerRule(NamedTuple):
             if rule
         )
         high = f",high:{high}" if high else ""
-        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}{sums}{slow}{high}{others}"
+        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}{slow}{high}{others}"
 
 
 def quantized(

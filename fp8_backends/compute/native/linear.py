@@ -381,7 +381,7 @@ class LinearFunction(torch.autograd.Function):
             dx = dx.to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
             along = rule.of(WGRAD).blocks is not None
-            dw_dtype = wgrad_dtype(along, dy.device, ctx.weight_dtype, ctx.out_dtype, rule.sums)
+            dw_dtype = wgrad_dtype(along, dy.device, ctx.weight_dtype, ctx.out_dtype)
             dw = _wgrad(rule, dy, dy8, *saved[:2], dw_dtype).to(ctx.weight_dtype)
             dw = dw.t() if ctx.transposed else dw
         if needs_bias:

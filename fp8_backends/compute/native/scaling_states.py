@@ -25,7 +25,7 @@ from ...formats.scaling import HISTORY, INPUT, WEIGHT
 from ...tensors.block_codes import is_decoded
 from ...torch_tools.backward_end import inside_backward
 from ..counts import FPROP, RECOMPUTED, Modes, ProductCounts
-from ..products import emulates, engine_for
+from ..products import engine_for
 from .layer_rule import LayerRule, Stored
 
 _Amax = torch.Tensor | None
@@ -247,8 +247,6 @@ class KeepsLedger(nn.Module):
     def fp8_engine(self) -> str:
         """The engine for the dtype of the layer's last FP8 result (bf16 before any)."""
         rule, device = self.fp8_rule, self.weight.device
-        if emulates(rule.sums, device):
-            return f"{rule.sums} sums"
         scaling, has_e5m2 = (
             rule.scaling if rule.has_blocks else "dynamic",
             rule.gradient_format == E5M2,

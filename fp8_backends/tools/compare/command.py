@@ -10,7 +10,6 @@ import torch
 
 from ...compute import hardware
 from ...compute.registry import check_available
-from ...compute.tensor_cores import CHIPS, EXACT
 from ...errors import BackendUnavailableError, RecipeError
 from ...recipes.handlers import resolve
 from ...recipes.strings import names_file
@@ -87,12 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_feature_flags(parser)
     add(
-        "--sums",
-        choices=(EXACT, *CHIPS),
-        default=EXACT,
-        help="sums of the chip whose products a CPU emulates (exact)",
-    )
-    add(
         "--output",
         type=Path,
         default=Path("fp8_compare"),
@@ -117,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     }
     try:
         announce(settings)
-        settings.backends = backend_names(settings.backends, settings.reference, settings.sums)
+        settings.backends = backend_names(settings.backends, settings.reference)
         comparison = Comparison(settings, args.output)
         introduce(comparison)
         with Progress("comparing") as display:
@@ -153,7 +146,6 @@ def settings_from(args: argparse.Namespace) -> Settings:
         loss_gap_bound=summary.LOSS_GAP_BOUND,
         device=device,
         features=features_of(args),
-        sums=args.sums,
         **{name: getattr(args, name) for name in ("text", "model", "minutes", "nproc")},
         **values,
     )
@@ -177,16 +169,15 @@ def check_ranks(ranks: int, batch: int, device: str) -> None:
         )
 
 
-def backend_names(words: Iterable[str], reference: str, sums: str = EXACT) -> tuple[str, ...]:
+def backend_names(words: Iterable[str], reference: str) -> tuple[str, ...]:
     """Return canonical names, and files, without repetitions and the reference. Raises for invalid
-    or unavailable backends, and for one that does not emulate these sums, or names another
-    precision around FP8."""
+    or unavailable backends, and for one that names another precision around FP8."""
     names: dict[str, None] = {}
     for word in words:
         if word.lower() in BASELINES:
             names[word.lower()] = None
             continue
-        recipe = resolve({"backend": word, "sums": None if sums == EXACT else sums})
+        recipe = resolve({"backend": word})
         check_available(recipe)
         if "autocast_dtype" in recipe.given and recipe.autocast_dtype != reference:
             raise RecipeError(

@@ -34,7 +34,6 @@ from transformers import get_cosine_schedule_with_warmup
 import fp8_backends
 
 from ...announcement import logger
-from ...compute.tensor_cores import EXACT
 from ...evidence.auditing import incomplete_layers
 from ...tensors.scaled_tensor import ScaledTensor
 from ...words import finite
@@ -311,8 +310,7 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
             # as on a GPU
             accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
         return accelerator
-    sums = None if settings.sums == EXACT else settings.sums  # not over those of a recipe file
-    fields = settings.features | {"autocast_dtype": settings.reference, "sums": sums}
+    fields = settings.features | {"autocast_dtype": settings.reference}
     handler = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
     return Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], **common)
 

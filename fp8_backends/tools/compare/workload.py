@@ -45,7 +45,6 @@ class Settings:
     compile: bool
     features: dict[str, Any] = field(default_factory=dict)
     """Recipe fields of every FP8 backend."""
-    sums: str = "exact"
     loss_gap_bound: float
     device: str
     nproc: int = 1

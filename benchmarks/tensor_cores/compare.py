@@ -1,21 +1,24 @@
 """Are the emulated sums of tensor cores those of the chips, to the bit?
 
-Compares `fp8_backends.compute.tensor_cores.product` with recordings of single instructions: D = A @
-B.T + C, 5,000 rows a chip and format. The recordings are the folder `model_validation` of
+Compares `emulation.product` with recordings of single instructions: D = A @ B.T + C, 5,000 rows a
+chip and format. The recordings are the folder `model_validation` of
 https://github.com/north-numerical-computing/MATLAB-tensor-core.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
+import emulation
 import torch
-from measuring import cpu_features, table, write_json
 
-from fp8_backends.compute import tensor_cores
 from fp8_backends.formats.formats import E4M3, E5M2
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from measuring import cpu_features, table, write_json  # noqa: E402
 
 WGMMA = ("H100", "H200")
 """Recorded with C = 0, whatever their files of C hold."""
@@ -51,7 +54,7 @@ def compare(a, b, c, d, chip: str) -> dict:
 
     def products(chip, with_c=True):
         return torch.cat(
-            [tensor_cores.product(a, b, chip, c=c if with_c else None).view(1) for a, b, c in rows]
+            [emulation.product(a, b, chip, c=c if with_c else None).view(1) for a, b, c in rows]
         )
 
     results = {
@@ -71,7 +74,7 @@ def seconds(chip: str, size: int = 512) -> float:
     times = []
     for _ in range(4):
         start = time.perf_counter()
-        tensor_cores.product(a, b, chip)
+        emulation.product(a, b, chip)
         times.append(time.perf_counter() - start)
     return min(times[1:])
 
@@ -88,7 +91,7 @@ def main() -> None:
                 {"chip": chip, "format": fmt.name}
                 | compare(*recorded(arguments.folder, chip, fmt), chip)
             )
-    speed = {chip: seconds(chip) for chip in tensor_cores.CHIPS}
+    speed = {chip: seconds(chip) for chip in emulation.CHIPS}
     header = ["chip", "format", "rows", "equal", "by exact sums"]
     keys = ("chip", "format", "rows", "equal", "exact_sums_equal")
     print(table(header, [[str(each[key]) for key in keys] for each in results]))

@@ -1,5 +1,5 @@
-"""Sum FP8 products as the tensor cores of a chip do: in groups of 16 or 32, in fewer bits than
-FP32.
+"""Sum FP8 products on a CPU as the tensor cores of a chip do: in groups of 16 or 32, in fewer bits
+than FP32.
 
 Each group adds its products, and the sum so far, as fixed-point numbers: aligned to the largest
 exponent of the terms and truncated below. The exponent of a product is the sum of its operands'
@@ -24,10 +24,9 @@ from typing import NamedTuple
 
 import torch
 
-from .. import kernels
-from ..errors import RecipeError
-from ..formats.formats import E4M3, E5M2, Format
-from ..kernels.adam_cpu import Library, flags
+from fp8_backends.formats.formats import E4M3, E5M2, Format
+from fp8_backends.formats.scaling import Quantized
+from fp8_backends.kernels.adam_cpu import Library, flags
 
 EXACT = "exact"
 PROMOTION = 128
@@ -56,17 +55,7 @@ CHIPS = {
     "b200": Sums(group=32, bits=25, result_bits=23, least_exponent=-133, adds_in_fp32=True),
 }
 """Chips with recorded sums."""
-ALIASES = {
-    "h200": "h100",
-    "h20": "h100",
-    "h800": "h100",
-    "gh200": "h100",
-    "hopper": "h100",
-} | dict.fromkeys(
-    ("l4", "l40", "l40s", "rtx40", "rtx4060", "rtx4070", "rtx4080", "rtx4090", "rtx6000ada"), "ada"
-)
-OF_CHIP = {"hopper": "h100", "ada": "ada", "blackwell": "b200"}
-"""Sums of the keys of `chips.CHIPS`."""
+ALIASES = {"h200": "h100", "l40s": "ada"}
 _FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
 
 
@@ -87,35 +76,25 @@ def product(
         c: FP32 [M, N], the first term.
 
     Raises:
-        RecipeError: for a chip without recordings.
+        KeyError: for a chip without recordings.
     """
-    name = name_of(chip)
+    name = ALIASES.get(chip.lower(), chip.lower())
     if name == EXACT:
         return (a.double() @ b.double().t() + (0 if c is None else c)).float()
     if c is None:
-        return (_operator if torch.compiler.is_compiling() else _product)(
-            a, b, name, fast_accumulation
-        )
+        return _product(a, b, name, fast_accumulation)
     return by_reference(a, b, CHIPS[name], fast_accumulation, c)
 
 
-def sum_lost(a: torch.Tensor, b: torch.Tensor, chip: str, fast_accumulation: bool) -> float:
-    """Return the share of exact sums lost by a chip: 1 - sum(chip's * sign(exact)) / sum(|exact|),
-    over the elements of a @ b.T. Errors of both signs cancel, sums drawn to zero add up. Negative
-    for a gain; NaN for sums of zero."""
-    sums, exact = product(a, b, chip, fast_accumulation).double(), a.double() @ b.double().t()
-    return 1 - ((sums * exact.sign()).sum() / exact.abs().sum()).item()
-
-
-def name_of(chip: str) -> str:
-    """Return the key of CHIPS of a chip, or "exact"."""
-    name = chip.lower().replace(" ", "").replace("-", "").replace("_", "")
-    name = ALIASES.get(name, name)
-    if name != EXACT and name not in CHIPS:
-        raise RecipeError(
-            f"no recorded sums of {chip!r}: there are recordings of {', '.join((*CHIPS, *ALIASES))}"
-        )
-    return name
+def scaled_product(
+    a: Quantized, b: Quantized, out_dtype: torch.dtype, chip: str, fast_accumulation: bool
+) -> torch.Tensor:
+    """Compute `fp8_backends.compute.products.scaled_product` with the sums of a chip."""
+    values = product(a.codes, b.codes, chip, fast_accumulation)
+    if a.scale_inv.dim() == 2:
+        return (values * a.scale_inv * b.scale_inv.t()).to(torch.bfloat16).to(out_dtype)
+    # cuBLAS multiplies the scales first
+    return (values * (a.scale_inv * b.scale_inv)).to(out_dtype)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, chip: str, fast_accumulation: bool) -> torch.Tensor:
@@ -146,14 +125,6 @@ def _product(a: torch.Tensor, b: torch.Tensor, chip: str, fast_accumulation: boo
     return result.where(exact.isfinite(), exact.float())
 
 
-_operator = torch.library.custom_op("fp8_backends::tensor_core_product", _product, mutates_args=())
-
-
-@_operator.register_fake
-def _(a, b, chip, fast_accumulation) -> torch.Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.float32)
-
-
 class _Table(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_void_p) for name in ("a", "b", "a_values", "b_values", "result")
@@ -166,11 +137,8 @@ class _Table(ctypes.Structure):
 
 @functools.cache
 def library() -> Library:
-    return Library(
-        Path(kernels.__file__).with_name("tensor_cores.cpp"),
-        flags(),
-        "the emulation of tensor cores",
-    )
+    source = Path(__file__).with_name("emulation.cpp")
+    return Library(source, flags(), "the emulation of tensor cores")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-// The products of compute/tensor_cores.py on a CPU, to the bit: FP8 codes summed as tensor cores do.
+// The products of emulation.py on a CPU, to the bit: FP8 codes summed as tensor cores do.
 //
 // A product of two FP8 values has 8 significant bits and lies between 2**-32 and 2**32, and its alignment is a scaling by
 // a power of two: FP32 holds both exactly. Truncation is the conversion to int32. Sums of half a group stay below 2**31.
@@ -13,7 +13,7 @@ constexpr int ROWS = 64;     // of the result, that share one decoding of b
 constexpr int PART = 128;    // elements of the contraction, whole groups
 constexpr float LEAST = 0x1p-60f;  // an exponent below all products' that divides
 
-struct Table {  // as in tensor_cores.py
+struct Table {  // as in emulation.py
     const uint8_t *a, *b;             // codes [m, k] and [n, k]
     const float *a_values, *b_values;  // of 256 codes: values, then their powers of two (0 for a zero)
     float* out;                       // [m, n]
