@@ -156,7 +156,7 @@ def _swap_all(root: nn.Module, swaps: list, part_layers: list, new: Prepared | N
                     type(layer), type(layer), (), recipe, [type(layer).detach]
                 )
                 undo.callback(restore_layer, layer)
-            layers.attach(module, recipe)
+            layers.attach(module)
         if new is not None:
             undo.callback(_detach, root, new)
             before = _attributes_and_hooks(root)

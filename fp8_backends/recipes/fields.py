@@ -254,8 +254,7 @@ class CommonFields(KwargsHandler):
     """Format of gradients sent between ranks (default: fp8 at a level above O0, else plain)."""
     activation_comm: str = setting("plain", one_of("plain", "fp8"))
     """Format of activations sent between ranks in forward: fp8 sends E4M3 codes with their scales
-    in the gathers of sequence-parallel activations (tensor parallelism) and in the dispatch of
-    tokens to experts (expert parallelism; native)."""
+    in the gathers of sequence-parallel activations (tensor parallelism; native)."""
     on_unproven: str = setting("raise", one_of("raise", "warn"))
     """What to do when no FP8 product ran in the first step."""
     saved_activations: str = setting("off", _off_or("fp8", "fp8+attention"), is_feature=True)

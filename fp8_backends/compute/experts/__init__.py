@@ -1,38 +1,31 @@
-"""Run mixtures of experts in `transformers` through its registries of expert functions and of
-exchanges of tokens.
+"""Run mixtures of experts in `transformers` through its registry of expert functions.
 
 The weights of a block's experts are 3-D Parameters of one module, `gate_up_proj` (or `up_proj`) and
 `down_proj`; class attributes describe their layout. The module's forward calls the function named
 by its configuration (`_experts_implementation`); only converted modules name ours. Under expert
 parallelism the weight is a DTensor split by experts, and forward sees only this rank's: ids count
 from its first expert, and one past its last marks a foreign row. docs/experts.rst describes the
-numbers, and the bytes of an exchange with `activation_comm="fp8"`.
+numbers.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ...errors import FP8BackendError
-from ...formats.formats import COMPUTE_DTYPES, E4M3
-from ...formats.scaling import Blocks, Quantized
-from ...kernels.quantize import dequantize_blocks, quantize_blocks
+from ...formats.formats import COMPUTE_DTYPES
 from ...tensors.gathered_codes import GatheredCodes, WithoutTokens
 from ...tensors.sharded_tensor import full_shape, is_distributed
 from ...torch_tools.modules import CONTAINER, forward_obstacle, part_layer
 from ..counts import result_dtype
 from ..interface import Recipe
-from ..refusals import refuse_second_derivative
 
 NAME = "fp8_backends"
-"""This package's name in transformers' registries."""
+"""This package's name in transformers' registry."""
 
 
 def sizes_of(experts: nn.Module, part: str) -> tuple[int, int, int]:
@@ -73,11 +66,8 @@ class ExpertWeight(nn.Module):
         return self.fp8_experts[0]._parameters[self.fp8_part]
 
     def detach(self) -> None:
-        """Undo `ExpertWeights.attach` for this weight, and `install_exchange`."""
+        """Undo `ExpertWeights.attach` for this weight."""
         experts, part = self.fp8_owner
-        exchange = exchange_of(experts.__dict__.get("forward"))
-        if isinstance(exchange, FP8AllToAll) and exchange.before is not None:
-            experts.forward = exchange.before
         if (weights := experts._modules.get(CONTAINER)) is None:
             return
         weights._modules.pop(part, None)
@@ -112,10 +102,9 @@ class ExpertWeights(nn.ModuleDict):
         x: torch.Tensor,
         groups: Any,
         out_dtype: torch.dtype,
-        arrived=None,
     ) -> torch.Tensor:
         """Return [rows, out] from sorted rows [rows, in], each with its expert's weight and bias,
-        converted or not. `arrived`: the `Quantized` x for fprop, if another rank sent it."""
+        converted or not."""
         raise NotImplementedError
 
     def run(self, experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
@@ -137,13 +126,7 @@ class ExpertWeights(nn.ModuleDict):
         # rows of other ranks are at the end: zeros keep them out of the amaxes
         foreign = (ids >= number).unsqueeze(1) if is_expert_parallel(experts) else None
         x = _without(foreign, hidden_states.index_select(0, order // k))
-        arrived = self.codes_taken(hidden_states)
-        if arrived is not None:
-            rows = order // k  # `index_select` has no float8 kernel
-            arrived = Quantized(
-                *(p.view(torch.uint8).index_select(0, rows).view(p.dtype) for p in arrived)
-            )
-        y = _without(foreign, self.product(experts, first, x, groups, out_dtype, arrived))
+        y = _without(foreign, self.product(experts, first, x, groups, out_dtype))
         y = experts._apply_gate(y) if has_gate(experts) else experts.act_fn(y)
         y = _without(foreign, self.product(experts, "down_proj", y, groups, out_dtype))
         if getattr(experts, "has_post_expert_norm", False):
@@ -158,19 +141,7 @@ class ExpertWeights(nn.ModuleDict):
         """Return True if these tokens would be multiplied in FP8 now."""
         return self.has_fp8_products(experts) and result_dtype(hidden_states) in COMPUTE_DTYPES
 
-    def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
-        """Return the blocks for tokens [tokens, hidden] to travel in as codes: the first product's,
-        or `ROWS` if it has one scale for a tensor. None if it does not run in FP8 now."""
-        return None
-
-    def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
-        """Store the codes in which these very tokens arrived."""
-
-    def codes_taken(self, tokens: torch.Tensor) -> Quantized | None:
-        """Return the codes in which these tokens arrived, if fprop reads them, or None."""
-        return None
-
-    def attach(self, experts: nn.Module, recipe: Recipe) -> None:
+    def attach(self, experts: nn.Module) -> None:
         """Run the module with these weights in FP8, in addition to earlier ones."""
         _register()
         if CONTAINER in experts._modules:
@@ -178,8 +149,6 @@ class ExpertWeights(nn.ModuleDict):
         else:
             experts.add_module(CONTAINER, self)
             experts.config = ExpertsConfig(experts.config)
-        if recipe.activation_comm == "fp8":
-            install_exchange(experts)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -307,158 +276,3 @@ def _register() -> None:
     registry = _registry()
     if registry is not None and NAME not in registry:
         registry.register(NAME, _run)
-
-
-_PARENT = "AllToAllEP"
-_EXCHANGES = (_PARENT, "AutoEP")
-"""transformers' implementations with an exchange of tokens."""
-
-
-def install_exchange(experts: nn.Module) -> None:
-    """Let tokens between ranks travel in FP8, if transformers exchanges them. Raises for another
-    exchange."""
-    before = experts.__dict__.get("forward")
-    implementation = exchange_of(before)
-    if implementation is None or isinstance(implementation, FP8AllToAll):
-        return
-    _parallelism().EPImplementationInterface.register(NAME, _implementation())
-    del experts.forward
-    style = _parallelism().ALL_PARALLEL_STYLES["ep_dispatch_experts"]
-    style.install_forward(
-        experts, implementation.ep_mesh, tp_mesh=implementation.tp_mesh, ep_implementation=NAME
-    )
-    installed = exchange_of(experts.forward)
-    installed.plain, installed.before = implementation, before
-
-
-def _parallelism() -> Any:
-    """Return transformers' module without importing it: an unimported one shares no experts."""
-    return sys.modules.get("transformers.distributed.expert_parallel")
-
-
-def exchange_of(forward: Any) -> Any:
-    """Return transformers' exchange of tokens in an experts module's forward; None for any other
-    forward."""
-    code = getattr(forward, "__code__", None)
-    if _parallelism() is None or code is None or "implementation" not in code.co_freevars:
-        return None
-    implementation = forward.__closure__[code.co_freevars.index("implementation")].cell_contents
-    exchanges = tuple(
-        getattr(_parallelism(), name) for name in _EXCHANGES if hasattr(_parallelism(), name)
-    )
-    return implementation if isinstance(implementation, exchanges) else None
-
-
-@functools.cache
-def _implementation() -> type:
-    """Derive `FP8AllToAll` from transformers' class, for its private methods."""
-    parent = getattr(_parallelism(), _PARENT)
-    state = getattr(_parallelism(), "_AllToAllState", None)
-    fields = {"top_k_weights", "order", "send_sizes", "recv_sizes", "num_tokens"}
-    has_methods = all(hasattr(parent, name) for name in ("_dispatch_tokens", "_combine_tokens"))
-    if not has_methods or state is None or not fields <= set(state._fields):
-        raise FP8BackendError(
-            'activation_comm="fp8" needs the exchange of tokens as transformers 5.23 has it '
-            f'({_PARENT}), and this version has another: use activation_comm="plain", or a version '
-            "of transformers that this package is "
-            "tested with"
-        )
-    return type("FP8AllToAllEP", (FP8AllToAll, parent), {"__doc__": FP8AllToAll.__doc__})
-
-
-class FP8AllToAll:
-    """transformers' exchange of tokens by all-to-all, as FP8 codes with scales, or without FP8
-    products as before."""
-
-    before = None
-    """The replaced forward of the module."""
-
-    def __init__(self, experts: nn.Module, ep_mesh, tp_mesh) -> None:
-        super().__init__(experts, ep_mesh, tp_mesh)
-        self.experts = experts
-        self.plain = _parallelism().AutoEP(experts, ep_mesh, tp_mesh)
-        """The exchange for tokens that do not travel in FP8."""
-
-    def __call__(self, hidden_states, top_k_index, top_k_weights):
-        weights = self.experts._modules.get(CONTAINER)
-        if weights is None or weights.blocks_of_tokens(self.experts, hidden_states) is None:
-            return self.plain(hidden_states, top_k_index, top_k_weights)
-        return super().__call__(hidden_states, top_k_index, top_k_weights)
-
-    def _dispatch_tokens(self, hidden_states, top_k_index, top_k_weights):
-        """Override the parent's method."""
-        weights, columns = self.experts._modules[CONTAINER], hidden_states.shape[1]
-        blocks = weights.blocks_of_tokens(self.experts, hidden_states)
-        with torch.no_grad():
-            sent = quantize_blocks(hidden_states, blocks, E4M3, columns=False)
-        scales_dtype = sent.scale_inv.dtype
-        message = torch.cat(
-            [part.contiguous().view(torch.uint8) for part in (sent.codes, sent.scale_inv)], 1
-        )
-        message, ids, ones, state = super()._dispatch_tokens(message, top_k_index, top_k_weights)
-        codes, scales = (part.contiguous() for part in message.tensor_split([columns], 1))
-        arrived = Quantized(codes.view(E4M3.dtype), scales.view(scales_dtype))
-        sent_state = state._replace(top_k_weights=state.top_k_weights.detach())
-        tokens = _Arrived.apply(
-            hidden_states, self, sent_state, _wire_dtype(hidden_states), blocks, *arrived
-        )
-        weights.take_codes(tokens, arrived)
-        return tokens, ids, ones.to(tokens.dtype), state
-
-    def gradients_back(
-        self, state, wire_dtype: torch.dtype, gradient: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the gradients of sent tokens from the gradients of arrived tokens."""
-        (rows, visited), columns, dtype = (
-            state.top_k_weights.shape,
-            gradient.shape[1],
-            gradient.dtype,
-        )
-        gradient = gradient.to(wire_dtype).contiguous()
-        pairs = gradient.new_empty(sum(state.send_sizes), columns)
-        group = self.ep_mesh.get_group()
-        dist.all_to_all_single(pairs, gradient, state.send_sizes, state.recv_sizes, group=group)
-        tokens = gradient.new_zeros(rows, columns, dtype=dtype).index_add_(
-            0, state.order // visited, pairs.to(dtype)
-        )
-        if self.tp_mesh.size() == 1:
-            return tokens
-        from torch.distributed.tensor import DTensor, Shard
-
-        # each rank has sent its part
-        whole = {"shape": (state.num_tokens, columns), "stride": (columns, 1)}
-        return DTensor.from_local(tokens, self.tp_mesh, [Shard(0)], **whole).full_tensor()
-
-    def _combine_tokens(self, expert_output, state):
-        """Override the parent's method: weight results in the dtype of an exchange without FP8."""
-        exact = not getattr(self.experts, "has_post_expert_norm", False)
-        dtype = torch.promote_types(state.top_k_weights.dtype, expert_output.dtype)
-        state = state._replace(top_k_weights=state.top_k_weights.to(dtype))
-        sent = expert_output.to(_wire_dtype(expert_output)) if exact else expert_output
-        return super()._combine_tokens(sent, state)
-
-
-class _Arrived(torch.autograd.Function):
-    """The values of arrived codes; their gradient goes to the sent tokens."""
-
-    @staticmethod
-    def forward(ctx, hidden_states, exchange, state, wire_dtype, blocks, codes, scale_inv):
-        ctx.exchange, ctx.state, ctx.wire_dtype, dtype = (
-            exchange,
-            state,
-            wire_dtype,
-            hidden_states.dtype,
-        )
-        exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        return dequantize_blocks(Quantized(codes, scale_inv), blocks, exact).to(dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        refuse_second_derivative(gradient)
-        return ctx.exchange.gradients_back(ctx.state, ctx.wire_dtype, gradient), *(None,) * 6
-
-
-def _wire_dtype(values: torch.Tensor) -> torch.dtype:
-    """Return the dtype of results and gradients on the wire: bf16 if products return it, else their
-    own."""
-    return torch.bfloat16 if result_dtype(values) == torch.bfloat16 else values.dtype

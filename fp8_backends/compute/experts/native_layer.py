@@ -46,7 +46,6 @@ from ..refusals import refuse_second_derivative
 from . import (
     ExpertWeight,
     ExpertWeights,
-    first_weight,
     grouped_scaling,
     misfit,
     own_experts,
@@ -61,9 +60,6 @@ from .grouped_products import (
     plain_product,
     plain_wgrad,
 )
-
-_ARRIVED = ("arrived",)
-"""The key of codes from other ranks in `SharedCodes`."""
 
 _PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
 """The rule of an unconverted weight beside a converted one."""
@@ -112,11 +108,10 @@ class FP8Experts(ExpertWeights):
         x: torch.Tensor,
         groups: Groups,
         out_dtype: torch.dtype,
-        arrived=None,
     ) -> torch.Tensor:
         weight, transposed = own_part(experts, part), experts.is_transposed
         if part in self:
-            y = self[part](x, weight, groups, out_dtype, arrived)
+            y = self[part](x, weight, groups, out_dtype)
         else:
             constants = (
                 None,
@@ -128,31 +123,10 @@ class FP8Experts(ExpertWeights):
                 torch.is_grad_enabled(),
                 False,
             )
-            y = GroupedFunction.apply(
-                x, weight, *constants, groups, Layouts(), Stored.of(weight), None
-            )
+            y = GroupedFunction.apply(x, weight, *constants, groups, Layouts(), Stored.of(weight))
         if experts.has_bias:
             y = y + own_part(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
         return y
-
-    def blocks_of_tokens(self, experts: nn.Module, hidden_states: torch.Tensor) -> Blocks | None:
-        weight = self._modules.get(first_weight(experts))
-        in_fp8 = weight is not None and not weight.fp8_rule.high_precision[FPROP]
-        if not in_fp8 or not self.runs_in_fp8(experts, hidden_states):
-            return None
-        return ROWS if weight.fp8_rule.blocks is None else weight.fp8_rule.blocks
-
-    def take_codes(self, tokens: torch.Tensor, codes: Quantized) -> None:
-        if self._any.fp8_rule.blocks is not None:  # other rules have other scales
-            self._any.fp8_shared.of_input(tokens, _ARRIVED, lambda: codes)
-
-    def codes_taken(self, tokens: torch.Tensor) -> Quantized | None:
-        weight = self._any
-        return (
-            None
-            if weight.fp8_rule.blocks is None
-            else weight.fp8_shared.of_input(tokens, _ARRIVED, lambda: None)
-        )
 
     @property
     def _any(self) -> FP8ExpertWeight:
@@ -241,14 +215,9 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         weight: torch.Tensor,
         groups: Groups,
         out_dtype: torch.dtype,
-        arrived: Quantized | None,
     ) -> torch.Tensor:
-        """Return [rows, out] from the grouped rows x [rows, in].
-
-        Args:
-            weight: the experts module's current tensor for its Parameter.
-            arrived: the codes of x for fprop, if another rank sent them.
-        """
+        """Return [rows, out] from the grouped rows x [rows, in]. `weight`: the experts module's
+        current tensor for its Parameter."""
         self._follow(weight.device)
         if not torch.compiler.is_compiling():
             self.fp8_out_dtype = out_dtype
@@ -274,7 +243,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             keep and self.fp8_shared.is_training(self),
         )
         return GroupedFunction.apply(
-            x, weight, self.fp8_ledger, state, *constants, groups, w8, stored, arrived
+            x, weight, self.fp8_ledger, state, *constants, groups, w8, stored
         )
 
     def _quantized(
@@ -313,7 +282,7 @@ class GroupedFunction(torch.autograd.Function):
 
     `cut`: the cut of each expert over ranks; `keeps`: backward may follow; `records`: amaxes go
         into the rule's states;
-    `w8`: `quantized_weight`; `arrived`: the codes of x for fprop, if they exist.
+    `w8`: `quantized_weight`.
     """
 
     @staticmethod
@@ -332,12 +301,11 @@ class GroupedFunction(torch.autograd.Function):
         groups,
         w8,
         stored,
-        arrived,
     ):
         needs_dgrad, needs_wgrad = (keeps and needed for needed in ctx.needs_input_grad[:2])
         saved_for_wgrad = (x, None) if needs_wgrad else ()
         saved_for_dgrad = ()
-        x8 = _quantized_input(rule, cut, x, groups, state, needs_wgrad, arrived)
+        x8 = _quantized_input(rule, cut, x, groups, state, needs_wgrad)
         if rule.high_precision[FPROP]:
             y = plain_product(
                 x.to(out_dtype), _oriented(stored.values(out_dtype), transposed), groups
@@ -399,7 +367,7 @@ class GroupedFunction(torch.autograd.Function):
                 .narrow(2, 0, ctx.weight_shape[2])
                 .to(ctx.weight_dtype)
             )
-        return dx, dw, *(None,) * 12
+        return dx, dw, *(None,) * 11
 
 
 def gradient_by_rows(rule: LayerRule) -> bool:
@@ -459,25 +427,13 @@ def oriented_layouts(
 
 
 def _quantized_input(
-    rule: LayerRule,
-    cut,
-    x: torch.Tensor,
-    groups: Groups,
-    state,
-    needs_wgrad: bool,
-    arrived: Quantized | None,
+    rule: LayerRule, cut, x: torch.Tensor, groups: Groups, state, needs_wgrad: bool
 ) -> Layouts:
     """Quantize x for fprop and wgrad. Empty layouts if no product reads them."""
     rows, columns = not rule.high_precision[FPROP], needs_wgrad and not rule.high_precision[WGRAD]
-    if rows and arrived is not None:
-        by_rows = arrived if rule.has_blocks else grouped_scaling.rows_as_operand(arrived, groups)
-        x8 = _quantized(rule, cut, x, groups, state, INPUT, False, True) if columns else Layouts()
-        return x8._replace(codes=by_rows.codes, scale_inv=by_rows.scale_inv)
-    return (
-        _quantized(rule, cut, x, groups, state, INPUT, rows, columns)
-        if rows or columns
-        else Layouts()
-    )
+    if not (rows or columns):
+        return Layouts()
+    return _quantized(rule, cut, x, groups, state, INPUT, rows, columns)
 
 
 def _quantized(

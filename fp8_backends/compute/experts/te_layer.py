@@ -48,7 +48,6 @@ class TEExperts(ExpertWeights):
         x: torch.Tensor,
         groups: list[int],
         out_dtype: torch.dtype,
-        arrived=None,
     ) -> torch.Tensor:
         rows = sum(groups)
         foreign, x = len(x) - rows, x[:rows]
