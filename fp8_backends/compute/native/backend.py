@@ -17,6 +17,7 @@ from ...errors import RecipeError
 from ...formats.formats import E2M1, RECIPE_FORMATS
 from ...formats.scaling import (
     RULES,
+    SQUARES,
     Quantized,
     rolled_delayed_states,
 )
@@ -185,7 +186,7 @@ class NativeCompute(Compute):
 
     def takes_block_codes(self, recipe: Recipe, layout: CodeLayout) -> bool:
         if layout is SQUARE_CODES:
-            return bool(recipe.fp8_params) and recipe.scaling == "blockwise"
+            return bool(recipe.fp8_params) and RULES[recipe.scaling].weight_blocks is SQUARES
         return recipe.level == "O0"
 
     def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:

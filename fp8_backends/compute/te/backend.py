@@ -18,6 +18,7 @@ from ...errors import BackendUnavailableError, RecipeError
 from ...formats.formats import AMAX, POSITIVE, RECIPE_FORMATS, check_values
 from ...formats.scaling import (
     GRAD_OUTPUT,
+    MX,
     RULES,
     WEIGHT,
     Quantized,
@@ -135,7 +136,7 @@ class TransformerEngineCompute(Compute):
 
         if isinstance(linear, TransposedLinear):
             check_version(f"{recipe.name} of Conv1D layers", instead=f"native:{recipe.scaling}")
-            if recipe.fp8_params and recipe.scaling == "mxfp8":
+            if recipe.fp8_params and RULES[recipe.scaling].weight_blocks is MX:
                 raise RecipeError(
                     "fp8_params=True does not go with te:mxfp8 and a Conv1D: TransformerEngine's "
                     "MXFP8 weights cannot be read transposed. Use te:blockwise, te:dynamic or "
