@@ -67,10 +67,11 @@ def quantize(
             record=record,
             amax=amax,
         )
-    keep_nan = rule != DYNAMIC
+    keep_nan, in_parts = rule != DYNAMIC, cpu_casts.serves(x)
     if amax is None:
-        amax = amax_of(x, keep_nan, is_only_recorded=scale is not None)
-    amax = times(amax, stored_scale_inv)
+        amax = _amax_of(x, keep_nan, scale is not None, in_parts)
+    if stored_scale_inv is not None:
+        amax = amax * stored_scale_inv
     if record is not None:
         recorded = record.view(torch.float32)
         recorded.copy_((torch.maximum if keep_nan else torch.fmax)(recorded, amax))
@@ -80,10 +81,10 @@ def quantize(
         scale = power_of_two_scale(amax, fmt)
     elif scale is None:
         scale = window_scale(window_state.unsqueeze(0), 0, amax, fmt)
-    # exact, since the stored scale is a power of two
-    return Layouts(
-        cast(x, times(scale, stored_scale_inv), fmt), scale_inv_of(scale, amax), None, None, amax
-    )
+    scale_inv = scale_inv_of(scale, amax)
+    if stored_scale_inv is not None:
+        scale = scale * stored_scale_inv  # exact, since the stored scale is a power of two
+    return Layouts(_cast(x, scale, fmt, in_parts), scale_inv, None, None, amax)
 
 
 def quantize_blocks(
@@ -138,7 +139,13 @@ def amax_of(
         from . import triton_matrix  # as above
 
         return triton_matrix.amax(x, keep_nan)
-    if cpu_casts.serves(x) and not keep_nan:
+    return _amax_of(x, keep_nan, is_only_recorded, cpu_casts.serves(x))
+
+
+def _amax_of(
+    x: torch.Tensor, keep_nan: bool, is_only_recorded: bool, in_parts: bool
+) -> torch.Tensor:
+    if in_parts and not keep_nan:
         amax = tensor_amax(x)
         # copies x only if it has a NaN
         return amax if amax == amax else tensor_amax(without_nan(x))
@@ -156,11 +163,13 @@ def amax_of(
 
 def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Cast x [rows, columns] times a factor, saturating, to nearest: FP8, row-major."""
-    return (
-        cpu_casts.cast(x, factor, fmt)
-        if cpu_casts.serves(x)
-        else saturating_cast(x.float() * factor, fmt)
-    )
+    return _cast(x, factor, fmt, cpu_casts.serves(x))
+
+
+def _cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format, in_parts: bool) -> torch.Tensor:
+    if in_parts:
+        return cpu_casts.cast(x, factor, fmt)
+    return saturating_cast(x.float() * factor, fmt)
 
 
 def _in_blocks(
