@@ -16,8 +16,6 @@ from ...formats.scaling import (
     GRAD_OUTPUT,
     INPUT,
     MX,
-    NVFP4,
-    NVFP4_SQUARES,
     ROWS,
     SQUARES,
     VECTORS,
@@ -25,7 +23,6 @@ from ...formats.scaling import (
     Blocks,
     Quantized,
 )
-from ...kernels import nvfp4
 from ...kernels import quantize as quantization
 from ...kernels.layouts import DYNAMIC, POWER_OF_TWO, WINDOW, Layouts
 from ...tensors import gathered_codes
@@ -35,7 +32,7 @@ from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import agreed_over, is_distributed
 from ..counts import KINDS
 from ..fields import STATEFUL
-from ..products import block_scaled_product, nvfp4_product, scaled_product
+from ..products import block_scaled_product, scaled_product
 from ..refusals import is_parallel
 from ..tensor_cores import EXACT
 
@@ -94,7 +91,6 @@ ALONG_CONTRACTION = {
     "rowwise": AlongContraction(ROWS, ROWS),
     "blockwise": AlongContraction(VECTORS, SQUARES),
     "mxfp8": AlongContraction(MX, MX),
-    "nvfp4": AlongContraction(NVFP4, NVFP4_SQUARES),
 }
 """All other rules have one scale for a tensor, and one cast serves both its products."""
 
@@ -118,8 +114,6 @@ def fp8_product(
     `by_weight` is False."""
     if along is None or along.blocks is ROWS:
         return scaled_product(a, b, out_dtype, fast_accumulation, sums)
-    if along.blocks is NVFP4:
-        return nvfp4_product(a, b, out_dtype)
     return block_scaled_product(
         a, along.blocks, b, along.weight_blocks if by_weight else along.blocks, out_dtype
     )
@@ -255,8 +249,6 @@ def quantized(
     delayed rule, whose states the ranks agree on after backward.
     """
     if rule.along is not None:
-        if rule.along.blocks is NVFP4:
-            return nvfp4.quantize(matrix, tensor, rows, columns)
         blocks = rule.along.weight_blocks if tensor == WEIGHT else rule.along.blocks
         return _in_blocks(matrix, blocks, fmt, rows, columns, split, stored_scale_inv)
     scale = scaling.delayed_scale(state, tensor) if rule.scaling == "delayed" else None
@@ -315,8 +307,6 @@ def _in_blocks(
     stored_scale_inv: torch.Tensor | None = None,
 ) -> Layouts:
     """Quantize this rank's part of a matrix. Only blocks of whole rows cross ranks."""
-    if blocks is NVFP4_SQUARES:
-        return nvfp4.quantize(matrix, WEIGHT, rows, columns)
     if blocks is not ROWS or split is None or not (columns, rows)[split.dim]:
         return quantization.quantize_blocks(
             matrix, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv
