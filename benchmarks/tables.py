@@ -447,45 +447,6 @@ def sums(records: Records) -> str:
     return "\n\n".join(parts)
 
 
-def nvfp4(records: Records) -> str:
-    """Return the losses of native:nvfp4 with and without its parts, and errors of means of its
-    gradients."""
-
-    def losses(record: dict) -> str:
-        rows = []
-        for each in record["gaps"]:
-            name, _, part = each["backend"].partition(" ")
-            rows.append(
-                [
-                    f"{quoted(name)} {part}".strip(),
-                    each["pairs"],
-                    gap(each["mean"], each["half_width"]),
-                ]
-            )
-        steps = f"{record['steps']} steps, nats with 95 % intervals:"
-        return f"{steps}\n\n{rst(['backend', 'seeds', 'held-out loss over bf16'], rows)}"
-
-    def means(record: dict) -> str:
-        shown = [count for count in record["counts"] if count in (1, 4, 16, 64, 256, 1024)]
-        rows = [
-            [
-                each["gradients"],
-                each["product"],
-                *(f"{each['errors'][record['counts'].index(n)]:.2g}" for n in shown),
-            ]
-            for each in record["results"]
-        ]
-        return rst(["gradients", "product", *(f"N = {count:,}" for count in shown)], rows)
-
-    parts = (
-        of_records(records, {"nvfp4_loss_cpu": "Training with native:nvfp4"}, losses),
-        of_records(
-            records, {"nvfp4_means_cpu": "Relative error of the mean of N rounded gradients"}, means
-        ),
-    )
-    return "\n\n".join(parts)
-
-
 def scale_loss(records: Records) -> str:
     """Return the paired losses at ten million parameters of variants with two seeds or more."""
 
@@ -1164,7 +1125,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "optimizer": optimizer,
     "kernels": kernels,
     "sums": sums,
-    "nvfp4": nvfp4,
     "scale-loss": scale_loss,
     "rollouts": rollouts,
     "communication": communication,

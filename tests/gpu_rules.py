@@ -56,7 +56,7 @@ class GPURules(TorchDispatchMode):
         assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
         assert not a.dtype == b.dtype == torch.float8_e5m2
         kind = ScalingType(args[3][0]) if func is BLOCK_SCALED_MM else None
-        if kind not in (None, ScalingType.BlockWise1x16, ScalingType.BlockWise1x32):
+        if kind not in (None, ScalingType.BlockWise1x32):
             assert a.dtype == b.dtype == torch.float8_e4m3fn  # as an H200 and torch 2.11 require
         assert func is BLOCK_SCALED_MM or scale_a.dim() == 0 or out.dtype == torch.bfloat16
         self.products.append((tuple(a.shape), tuple(b.shape)))
@@ -89,37 +89,23 @@ def block_product(
 ):
     """`_scaled_mm_v2` of FP8 a [m, k] and b [k, n] with block scales, by cuBLAS's description of
     their layouts."""
-    assert len(swizzle_a) == len(swizzle_b) and [len(kind_a), len(kind_b)] == [
-        len(scale_a),
-        len(scale_b),
-    ]
+    assert len(swizzle_a) == len(swizzle_b)
+    assert len(scale_a) == len(scale_b) == len(kind_a) == len(kind_b) == 1
     values = (
         block_values(a, scale_a[0], ScalingType(kind_a[0]))
         @ block_values(b.t(), scale_b[0], ScalingType(kind_b[0])).t()
     )
-    for scale_inv in (*scale_a[1:], *scale_b[1:]):  # of the tensors
-        assert scale_inv.shape == (1,) and scale_inv.dtype == torch.float32
-        values = values * scale_inv
     return values.to(out_dtype)
 
 
 def block_values(codes, scale_inv, kind):
     rows, k = codes.shape
-    widths = {ScalingType.BlockWise1x32: 32, ScalingType.BlockWise1x16: 16}
-    if width := widths.get(kind):
-        scale_inv = scale_inv.float() if width == 16 else e8m0_values(scale_inv.view(torch.uint8))
-        codes = e2m1_values(codes) if width == 16 else codes.float()
-        r, c = torch.arange(rows)[:, None], torch.arange(codes.shape[1] // width)
+    if kind == ScalingType.BlockWise1x32:
+        scale_inv = e8m0_values(scale_inv.view(torch.uint8))
+        r, c = torch.arange(rows)[:, None], torch.arange(k // 32)
         tile = (r // 128 * (-(-len(c) // 4) * 4) + c // 4 * 4) * 128
         scale_inv = scale_inv[tile + r % 32 * 16 + r % 128 // 32 * 4 + c % 4]
-        return codes * scale_inv.repeat_interleave(width, 1)
+        return codes.float() * scale_inv.repeat_interleave(32, 1)
     if kind == ScalingType.BlockWise128x128:
         scale_inv = scale_inv.t()[: rows // 128, : k // 128].repeat_interleave(128, 0)
     return codes.float() * scale_inv.repeat_interleave(128, 1)
-
-
-def e2m1_values(codes):
-    """Values of E2M1 codes, two to a byte, the first in the low bits."""
-    assert codes.dtype == torch.float4_e2m1fn_x2 and codes.shape[1] % 16 == 0  # bytes
-    packed, grid = codes.view(torch.uint8), torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    return torch.cat([grid, -grid])[torch.stack([packed & 15, packed >> 4], -1).flatten(1).long()]

@@ -40,7 +40,6 @@ QUICK = SCALINGS[:2]
 """The rules of the quick checks. Triton compiles a kernel for each rule, format, dtype and
 alignment, about a second each: all checks need some 140, the quick ones some 30."""
 FEATURES = {
-    "native:nvfp4, the head too": {"include": "+lm_head"},
     "native:dynamic, wgrad in bf16, dgrad rowwise": {
         "products": {"wgrad": "bf16", "dgrad": "rowwise"}
     },

@@ -393,7 +393,7 @@ class _Search:
         given = self.given.recipe
         findings_before = {finding.rule for finding in validate(given)}
         for scaling in registry.get_compute(given.compute).scalings:
-            if scaling in (given.scaling, "nvfp4") or not self.remaining:  # 4 bits widen every gap
+            if scaling == given.scaling or not self.remaining:
                 continue
             try:
                 recipe = with_scaling(given, scaling)

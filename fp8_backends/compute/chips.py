@@ -309,11 +309,6 @@ NOTES = {
         "5080, in the layout of native, with torch 2.14 for CUDA 13.0",
         "with an older PyTorch they are emulated",
     ),
-    "nvfp4": Note(
-        "experimental, not measured: 4-bit products by PyTorch's scaled_mm, from CUDA "
-        f"{release(_MX_CUDA)} on",
-        "with an older PyTorch they are emulated",
-    ),
     "rowwise-ada": Note(
         "reported: rowwise kernels on Ada ignore the current CUDA stream before torch 2.12, and "
         "Windows has none; a whole step ran at 0.98 of bf16's speed (an L4)",
@@ -386,8 +381,6 @@ _ROWS = {
         (_EMULATED, _EMULATED, _EMULATED, Cell(FP8, "block-e4m3", _BLOCK_CUDA, EMULATED), *[_EMULATED] * 4),
     ("native:mxfp8",):
         (*[_EMULATED] * 4, Cell(FP8, "mxfp8-cuda", _MX_CUDA, EMULATED), _RTX_MX, *[_EMULATED] * 2),
-    ("native:nvfp4",):
-        (*[_EMULATED] * 4, Cell(FP8, "nvfp4", _MX_CUDA, EMULATED), *[_EMULATED] * 3),
 }
 # fmt: on
 TABLE = {backends: dict(zip(CHIPS, cells, strict=True)) for backends, cells in _ROWS.items()}

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..formats.scaling import MX, SQUARES, Blocks, Quantized
-from ..kernels import cpu_casts, nvfp4
+from ..kernels import cpu_casts
 from ..kernels.quantize import dequantize_blocks
 from . import hardware
 
@@ -37,7 +37,7 @@ def engine_for(
     multiply in blocks of 128.
 
     - `scaled_mm`: `torch._scaled_mm`; block scales 1 x 128 (`blockwise`) on Hopper, 1 x 32
-      (`mxfp8`) and 1 x 16 (`nvfp4`) on Blackwell.
+      (`mxfp8`) on Blackwell.
     - `bf16-exact`: a bf16 product of the codes with FP32 accumulation, for bf16 results on a CPU
       with bf16 products.
     - `fp32-exact`: the same in FP32, for all else on a CPU.
@@ -128,26 +128,6 @@ def block_scaled_product(
         )
         product = torch.mm(values[0], values[1].t())
     return product.to(out_dtype)
-
-
-def nvfp4_product(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a [m, k] @ the values of b [n, k].T with FP32 accumulation, [m, n] of
-    out_dtype. Both are from `kernels.nvfp4`: codes times block scales are exact in bf16 and FP32;
-    tensor scales multiply the product."""
-    assert a.codes.shape[1] == b.codes.shape[1]
-    product_dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
-    engine = engine_for(a.codes.device, product_dtype, "nvfp4")
-    if engine != SCALED_MM:
-        (x, x_scale), (w, w_scale) = (nvfp4.dequantized(q, VALUES[engine]) for q in (a, b))
-        with torch.autocast(a.codes.device.type, enabled=False):
-            return (torch.mm(x, w.t()).float() * x_scale * w_scale).to(out_dtype)
-    kind, scales = F.ScalingType.BlockWise1x16.value, []
-    for q in (a, b):  # all sizes in multiples of 32
-        blocks = swizzled(nvfp4.parts_of(q)[1].view(torch.uint8))
-        scales.append(torch.cat([q.scale_inv.narrow(0, 0, nvfp4.HEADER), blocks]))
-    codes = (row_major(pad(q.codes, 32, 16)) for q in (a, b))
-    product = _block_scaled_mm(*codes, scales[0], kind, scales[1], kind, product_dtype)
-    return product.narrow(0, 0, a.codes.shape[0]).narrow(1, 0, b.codes.shape[0]).to(out_dtype)
 
 
 def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -285,22 +265,17 @@ def _multiply(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return a [m, k] @ b [n, k].T; all operands row-major. Scales of vectors and squares are
-    stored transposed; scales of mxfp8 and nvfp4 are flat and swizzled, in uint8, since Inductor has
-    no code for E8M0."""
-    if a_kind == F.ScalingType.BlockWise1x16.value:
-        a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+    stored transposed; scales of mxfp8 are flat and swizzled, in uint8, since Inductor has no code
+    for E8M0."""
     scales = *_scales(a_scale_inv, a_kind), *_scales(b_scale_inv, b_kind)
     return _SCALED_MM(a, b.t(), *scales, None, out_dtype)
 
 
 def _scales(scale_inv: torch.Tensor, kind: int) -> tuple[list[torch.Tensor], list[int], list[int]]:
-    kinds, swizzles = F.ScalingType, F.SwizzleType
-    if kind == kinds.BlockWise1x32.value:
-        return [scale_inv.view(torch.float8_e8m0fnu)], [kind], [swizzles.SWIZZLE_32_4_4.value]
-    if kind != kinds.BlockWise1x16.value:
-        return [scale_inv.t()], [kind], []
-    swizzling = [swizzles.SWIZZLE_32_4_4.value, swizzles.NO_SWIZZLE.value]
-    return [*reversed(nvfp4.split(scale_inv))], [kind, kinds.TensorWise.value], swizzling
+    if kind == F.ScalingType.BlockWise1x32.value:
+        swizzle = F.SwizzleType.SWIZZLE_32_4_4.value
+        return [scale_inv.view(torch.float8_e8m0fnu)], [kind], [swizzle]
+    return [scale_inv.t()], [kind], []
 
 
 block_scaled_mm = torch.library.custom_op(

@@ -407,8 +407,6 @@ def _find(root: nn.Module, recipe: Recipe, layer_filter: LayerFilter) -> list[Fo
     another form."""
     weights = find_weight_products(root)
     layer_filter.assign_recipes(weights)
-    if any(each.scaling == "nvfp4" for each in recipe.recipes):
-        _leave_out_last_blocks(weights)
     if recipe.level == "O0" and not recipe.fp8_params:
         return weights
     sharers, offloaded = memory_sharers(root), offloaded_modules(root)
@@ -439,23 +437,6 @@ def _block_of(product: WeightProduct) -> str | None:
 
 def _block_names(weights: list[Found]) -> list[str]:
     return list(dict.fromkeys(filter(None, (_block_of(weight.product) for weight in weights))))
-
-
-def _leave_out_last_blocks(weights: list[Found]) -> None:
-    """Keep NVFP4 out of the last 15 % of a model's numbered blocks, rounded up, by default, as
-    "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149, section 4.1) recommends and
-    torchtitan's recipe does."""
-    blocks = _block_names(weights)
-    last = blocks[max(1, len(blocks) * 85 // 100) :]
-    for weight in weights:
-        if (
-            weight.recipe is not None
-            and weight.recipe.scaling == "nvfp4"
-            and _block_of(weight.product) in last
-        ):
-            weight.default_exclusion = (
-                weight.default_exclusion or "in the last 15 % of blocks, sensitive to 4 bits"
-            )
 
 
 def _choose(weights: list[Found], layer_filter: LayerFilter, norms: list[NormLayer]) -> list[Found]:

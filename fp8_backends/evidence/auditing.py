@@ -85,8 +85,7 @@ class Audit:
 
     @property
     def _headline(self) -> str:
-        fmt = "NVFP4 (experimental)" if self.recipe == "native:nvfp4" else "FP8"
-        return f"{self.recipe}: {share(self.flops_share)} of weight FLOPs in {fmt}"
+        return f"{self.recipe}: {share(self.flops_share)} of weight FLOPs in FP8"
 
     @property
     def _notes(self) -> list[str]:

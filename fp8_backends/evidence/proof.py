@@ -334,8 +334,6 @@ def proof_line(
         for kind, word in (prepared.recipe.products or {}).items()
         if word != BF16
     )
-    in_4_bits = {recipe.scaling == "nvfp4" for recipe in prepared.recipe.recipes}
-    fmt = " and ".join("NVFP4 (experimental)" if four else "FP8" for four in sorted(in_4_bits))
     notes += "; compiled, counted by shape" if by_shape else ""
     notes += (
         f"; {words.counted(len(flops.uncounted), CONVOLUTION)} not counted"
@@ -345,7 +343,7 @@ def proof_line(
     layers_in_fp8 = _counted(
         [kind_of.get(layer, "Linear") for layer in ran], Counter(kind_of.values())
     )
-    return f"{prepared.name}: {layers_in_fp8}, {share} of weight FLOPs in {fmt}, {' '.join(kinds)} ({notes})"
+    return f"{prepared.name}: {layers_in_fp8}, {share} of weight FLOPs in FP8, {' '.join(kinds)} ({notes})"
 
 
 def _counted(ran: list[str], kinds: Counter[str]) -> str:

@@ -220,11 +220,8 @@ def e8m0_values(bits: torch.Tensor) -> torch.Tensor:
 
 ROWS = Blocks(1, None, scale_from_amax, scale_inv_of)
 """The blocks of `rowwise`."""
-NVFP4, NVFP4_SQUARES = (
-    Blocks(1, 16, block_scale, scale_inv_of),
-    Blocks(16, 16, block_scale, scale_inv_of),
-)
-"""The shapes of NVFP4's blocks; `kernels.nvfp4` has its two levels of scales."""
+NVFP4 = Blocks(1, 16, block_scale, scale_inv_of)
+"""The shape of NVFP4's blocks; `kernels.nvfp4` has its two levels of scales."""
 VECTORS, SQUARES = (
     Blocks(1, 128, block_scale, scale_inv_of),
     Blocks(128, 128, block_scale, scale_inv_of),
@@ -502,7 +499,6 @@ RULES: dict[str, Rule] = {
         AlongContraction("blockwise", VECTORS, SQUARES),
         AlongContraction("mxfp8", MX, MX),
         Window(),
-        AlongContraction("nvfp4", NVFP4, NVFP4_SQUARES),
     )
 }
 STATEFUL = tuple(name for name, rule in RULES.items() if rule.state_name)

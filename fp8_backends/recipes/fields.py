@@ -284,7 +284,7 @@ class ScalingField(KwargsHandler):
         ),
     )
     """Scaling rule, unless the string names it: delayed, dynamic, rowwise, blockwise, mxfp8,
-    window, nvfp4 (4 bits, experimental) or another."""
+    window or another."""
     products: str | Mapping[str, str] | None = setting(None, _products)
     """Precision of single products, fprop, dgrad and wgrad: bf16, the format of the gradient's
     codes (e4m3, e5m2), or another scaling rule of the backend: {"dgrad": "rowwise", "wgrad":
@@ -332,7 +332,6 @@ class RuleFields(KwargsHandler):
             "rowwise": "E4M3",
             "blockwise": "E4M3",
             "mxfp8": "E4M3",
-            "nvfp4": "E4M3",
         },
         launcher_default="HYBRID",
         # here a value equal to the launcher's default is meant; under the first name it counts as

@@ -215,7 +215,7 @@ class Recipe(CommonFields):
             raise RecipeError(
                 f"schedule: {self.name} cannot change to {word} in a run; only to bf16 and back"
             )
-        if recipe is not self and recipe.scaling in (*STATEFUL, "nvfp4"):
+        if recipe is not self and recipe.scaling in STATEFUL:
             raise RecipeError(
                 f"schedule: {word} is no rule of a phase alone: make it the backend of the run"
             )

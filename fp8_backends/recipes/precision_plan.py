@@ -87,7 +87,7 @@ def plan(spec: Spec = None) -> PrecisionPlan:
         word if isinstance(word, str) else BF16 for word in (recipe.layers or {}).values()
     )
     return PrecisionPlan(
-        gemm=("NVFP4" if recipe.scaling == "nvfp4" else "FP8")
+        gemm="FP8"
         + (
             f" ({' '.join(high_precision)} {recipe.autocast_dtype.upper()})"
             if high_precision

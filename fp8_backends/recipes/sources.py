@@ -81,7 +81,7 @@ def foreign_fields(spec: Any) -> dict[str, Any] | None:
             raise RecipeError(
                 f"TransformerEngine's {cls.__name__} is no FP8 recipe of this package: it has "
                 "DelayedScaling, Float8CurrentScaling, Float8BlockScaling and MXFP8BlockScaling. "
-                "For NVFP4: native:nvfp4, experimental"
+                "Pass one of them, or name a scaling rule, such as native:mxfp8"
             )
     return None
 
@@ -411,7 +411,7 @@ REFUSED = {
     "keep_fp8_transpose_cache": _GATHERED,
     "keep_fp8_transpose_cache_when_using_custom_fsdp": _GATHERED,
     "reuse_grad_buf_for_mxfp8_param_ag": _GATHERED,
-    "fp4": "use native:nvfp4, experimental",
+    "fp4": "this package trains in 8 bits: leave it out, or use native:mxfp8",
     **dict.fromkeys(("fp4_param", "fp4_param_gather"), "this package stores no weights in FP4"),
 }
 """Unsupported FP8 arguments, each with the alternative."""

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from ..errors import FP8BackendError
 from ..formats.formats import E2M1, E4M3
-from ..formats.scaling import MX, NVFP4, SQUARES, Blocks, Quantized, e8m0_values, tensor_amax
+from ..formats.scaling import MX, NVFP4, SQUARES, Blocks, Quantized, e8m0_values
 from ..kernels import nvfp4
 from .scaled_operations import UNSAFE_VIEWS, returns_view, written_to
 from .scaled_tensor import WithoutMemory
@@ -198,13 +198,7 @@ class BlockCodes(Frozen):
     def encoded(cls, values: torch.Tensor, layout: CodeLayout) -> "BlockCodes":
         """Round values [rows, columns] to NVFP4 or MXFP4."""
         if layout is PACKED_NVFP4:
-            codes = nvfp4.quantized(values)
-            parts = (
-                codes.codes,
-                nvfp4.parts_of(codes)[1],
-                nvfp4.tensor_scale(tensor_amax(values)).reshape(1),
-            )
-            return cls(parts, values.dtype, layout)
+            return cls(nvfp4.quantized(values), values.dtype, layout)
         amax = MX.amax(values)
         scale = MX.scale(amax, E2M1)
         codes = nvfp4.cast(

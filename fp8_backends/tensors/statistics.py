@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..formats.formats import E2M1, ROOT8, Format, saturating_cast
+from ..formats.formats import ROOT8, Format, saturating_cast
 from ..formats.scaling import Blocks, tensor_amax
-from ..kernels.rounding import codes_of, decoded
+from ..kernels.rounding import decoded
 
 SAMPLED = 2**16
 """Approximate number of counted elements: rows spread over a larger tensor."""
@@ -127,10 +127,7 @@ def statistics_of(cast: Cast) -> Statistics:
         highest = torch.where(amax > 0, scales, 0.0).amax()
         scale = scales.unsqueeze(1).unsqueeze(3)
     scaled = x * scale
-    if fmt is E2M1:
-        rounded = decoded(codes_of(scaled, fmt)[0], fmt)
-    else:
-        rounded = (saturating_cast(scaled, fmt) if codes is None else codes).float()
+    rounded = (saturating_cast(scaled, fmt) if codes is None else codes).float()
     nonzero = torch.count_nonzero(x)
     return Statistics(
         fmt,

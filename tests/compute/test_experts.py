@@ -44,7 +44,7 @@ from fp8_backends.recipes import handlers as recipes
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.tensors.scaled_tensor import quantize
 
-SCALINGS = tuple(f"native:{scaling}" for scaling in NativeCompute.scalings if scaling != "nvfp4")
+SCALINGS = tuple(f"native:{scaling}" for scaling in NativeCompute.scalings)
 PARTS = ("gate_up_proj", "down_proj")
 
 

@@ -163,7 +163,6 @@ def test_products_and_override_linear_precision_are_one_choice():
             {"backend": "native:delayed", "products": {"wgrad": "e4m3"}},
             "one scale for a gradient: give fp8_format",
         ),
-        ({"backend": "msamp:O2", "products": {"wgrad": "nvfp4"}}, "does not go with level='O2'"),
         ({"backend": "ao", "products": {"wgrad": "bf16"}}, "products is not read by ao"),
         ({"backend": "te", "products": {"dgrad": "bf16"}}, "with te only wgrad"),
         ({"backend": "te", "products": {"wgrad": "mxfp8"}}, "with te only wgrad"),

@@ -22,7 +22,6 @@ BACKENDS = (
     "native:blockwise",
     "native:mxfp8",
     "native:window",
-    "native:nvfp4",
     "ao:tensorwise",
     "ao:rowwise",
     "ao:rowwise_with_gw_hp",
@@ -87,7 +86,7 @@ ENGINES = {
     split_models.PIPELINE: Engine(
         run=(*_KINDS[:3], "te:dynamic"), splits_rows=False, abilities="trains"
     ),
-    "TP": Engine(run=(*_KINDS, "msamp:O3", "native:nvfp4"), splits_rows=False),
+    "TP": Engine(run=(*_KINDS, "msamp:O3"), splits_rows=False),
     "TPxDP": Engine(run=("native:delayed", "msamp:O2")),
 }
 
@@ -100,8 +99,6 @@ def refusal(backend: str, engine: str, ability: str) -> str | None:
     """Return the expected error of a refused cell; None for a working one."""
     if engine in ("ZeRO-3", "Ulysses"):
         return "FSDP2" if "msamp" in backend else None
-    if engine.startswith("TP") and backend == "native:nvfp4":
-        return "cut over ranks: native:nvfp4 has no products for parts of a layer"
     if engine.startswith("TP") and (backend.startswith("te") or backend.endswith(("O3", "O4"))):
         return "DTensors" if backend.startswith("te") else "O1 and O2 go with"
     if engine == split_models.PIPELINE and backend.startswith("te:delayed"):

@@ -115,23 +115,20 @@ def record(te_repository: str, ao_repository: str, include: str) -> None:
     torch.backends.mkldnn.enabled = False
     tensors, e2m1 = {}, te.reference_utils.Fp4Formats.E2M1
     for name, matrix in matrices().items():
-        found = {}
-        for kind, tile in (("input", (1, 16)), ("weight", (16, 16))):
-            theirs = te.NVFP4QuantizerRef(
-                dtype=e2m1, quant_tile_shape=tile, with_rht=kind == "input"
-            ).quantize(matrix)
-            found[f"te {kind}"] = theirs.data, theirs.scale
-            found[f"te {kind} transposed"] = theirs.data_t, theirs.scale_t
-        both = ao.reference_rht_quantize_row_col(
+        theirs = te.NVFP4QuantizerRef(
+            dtype=e2m1, quant_tile_shape=(1, 16), with_rht=False
+        ).quantize(matrix)
+        # its quantizer of columns transforms them for training; its rows are plain
+        _, rows = ao.reference_rht_quantize_row_col(
             matrix, *ao.reference_rht_amax(matrix), layout="plain"
         )
-        found["ao input transposed"], found["ao input"] = ((q.codes, q.scales) for q in both)
-        both = ao.reference_weight_quantize_2d(matrix, matrix.abs().max().float(), layout="plain")
-        found["ao weight"], found["ao weight transposed"] = ((q.codes, q.scales) for q in both)
         tensors[f"{name}: matrix"] = matrix
-        for kind, (codes, scales) in found.items():
-            tensors[f"{name}: {kind} codes"] = codes.contiguous()
-            tensors[f"{name}: {kind} scales"] = scales.contiguous().view(torch.uint8)
+        for source, codes, scales in (
+            ("te", theirs.data, theirs.scale),
+            ("ao", rows.codes, rows.scales),
+        ):
+            tensors[f"{name}: {source} input codes"] = codes.contiguous()
+            tensors[f"{name}: {source} input scales"] = scales.contiguous().view(torch.uint8)
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder, "cast.cpp"), Path(folder, "cast")
         source.write_text(HOST)

@@ -736,5 +736,5 @@ def test_every_handler_field_is_documented_and_declared_once(cls):
 
 def test_defaults_of_scaling_rules_are_documented():
     assert FIELDS["fp8_format"].values_and_default == (
-        "HYBRID, E4M3; default 'HYBRID'; 'E4M3' with rowwise, blockwise, mxfp8, nvfp4"
+        "HYBRID, E4M3; default 'HYBRID'; 'E4M3' with rowwise, blockwise, mxfp8"
     )

@@ -233,7 +233,7 @@ def test_plugin_accepts_backend_string():
         ),
         (
             {"fp8": "hybrid", "fp4": "nvfp4"},
-            "fp4='nvfp4' cannot be honoured: use native:nvfp4, experimental",
+            "fp4='nvfp4' cannot be honoured: this package trains in 8 bits.*native:mxfp8",
         ),
         ({"precision": "bf16_with_fp8_mixt"}, "did you mean 'bf16_with_fp8_mixed'"),
         ({"precision": "bf16_mixed"}, "precision='bf16_mixed' is no FP8 precision"),
@@ -354,7 +354,7 @@ def test_subclass_of_te_recipe_gives_same_recipe():
             "x_block_scaling_dim=2 .* has 1, and only that",
         ),
         (MXFP8BlockScaling(margin=2), "margin=2"),
-        (recipe_class("NVFP4BlockScaling")(), "no FP8 recipe"),
+        (recipe_class("NVFP4BlockScaling")(), "no FP8 recipe.*native:mxfp8"),
         (recipe_class("CustomRecipe")(), "no FP8 recipe"),
     ],
 )

@@ -299,7 +299,6 @@ def test_trainer_knows_the_share_of_its_steps(tmp_path, capsys):
         ({"schedule": {5: "nativ"}}, "schedule: unknown backend 'nativ'"),
         ({"schedule": {5: "ao"}}, "native:dynamic cannot change to ao in a run"),
         ({"schedule": {5: "native:delayed"}}, "native:delayed is no rule of a phase alone"),
-        ({"schedule": {5: "native:nvfp4"}}, "native:nvfp4 is no rule of a phase alone"),
         (
             {"backend": "ao", "schedule": {5: "ao:rowwise"}},
             "ao:tensorwise cannot change to ao:rowwise",

@@ -67,8 +67,6 @@ _PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
 
 def unfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
     """Do as `Compute.parts`."""
-    if recipe.scaling == "nvfp4":
-        return "expert weights in one 3-D Parameter: native:nvfp4 has no products for them (native:mxfp8 has)"
     if recipe.by_product:
         return "expert weights in one 3-D Parameter: their products have one rule"
     weight, blocks = experts._parameters[part], layer_rule(recipe).weight_blocks

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...announcement import logger
 from ...errors import RecipeError
-from ...formats.formats import E2M1, RECIPE_FORMATS
+from ...formats.formats import RECIPE_FORMATS
 from ...formats.scaling import (
     RULES,
     SQUARES,
@@ -40,16 +40,6 @@ from .layer_rule import LayerRule, Stored, parallel
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
 from .scaling_states import KeepsLedger, Ledger, SharedCodes, with_noted_amaxes
 
-NVFP4_ONLY = {
-    "level": ("O0",),
-    "fp8_format": ("E4M3",),
-    "fp8_params": (False,),
-    "enable_fsdp_float8_all_gather": (None, False),
-    "activation_comm": ("plain",),
-    "fused_head": (False,),
-}
-"""Recipe fields and their values with the experimental rule `nvfp4`."""
-
 
 class NativeCompute(Compute):
     """Multiply by `torch._scaled_mm`, or by other means if they are faster or the device lacks
@@ -63,7 +53,6 @@ class NativeCompute(Compute):
         "blockwise",
         "mxfp8",
         "window",
-        "nvfp4",
     )
     default_scaling = "dynamic"
     level_scaling = "window"
@@ -98,25 +87,13 @@ class NativeCompute(Compute):
                 raise RecipeError(
                     f"{recipe.name}: {several} and {name} do not go together: leave one out"
                 )
-        if not in_4_bits(recipe):
-            return
-        for name, only in NVFP4_ONLY.items():
-            if (value := getattr(recipe, name)) not in only:
-                raise RecipeError(
-                    f"{recipe.name} (experimental) does not go with {name}={value!r}: leave it "
-                    "out, or use native:mxfp8"
-                )
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         blocks = layer_rule(recipe).weight_blocks
-        if (
-            (recipe.scaling == "nvfp4" or recipe.by_product)
-            and is_parallel(linear)
-            and is_distributed(linear.weight)
-        ):
-            which = "native with several rules" if recipe.by_product else "native:nvfp4"
+        if recipe.by_product and is_parallel(linear) and is_distributed(linear.weight):
             return (
-                f"cut over ranks: {which} has no products for parts of a layer (native:mxfp8 has)"
+                "cut over ranks: native with several rules has no products for parts of a layer "
+                "(native:mxfp8 has)"
             )
         return super().unfit(linear, recipe) or parallel(
             "cut_obstacle", linear, linear.weight, blocks
@@ -162,11 +139,6 @@ class NativeCompute(Compute):
                 "FP8 products of %s are emulated on %s: same casts, no speed; bf16 is faster",
                 recipe.name,
                 layer.weight.device,
-            )
-        if in_4_bits(recipe):
-            logger.warning(
-                "%s is experimental: 4 bits, not measured on a GPU; compare its losses first",
-                recipe.name,
             )
         if RULES[recipe.scaling].moves_in_forward:
             root.register_forward_pre_hook(RollDelayedStates(recipe))
@@ -237,8 +209,7 @@ class NativeCompute(Compute):
         return float(for_dgrad) + float(stays and not is_the_same)
 
     def weight_codes(self, module: KeepsLedger) -> Quantized | None:
-        has_codes = isinstance(module, FP8Products) and module.fp8_rule.scaling != "nvfp4"
-        return module.weight_codes() if has_codes else None
+        return module.weight_codes() if isinstance(module, FP8Products) else None
 
     def gathers_codes(self, recipe: Recipe) -> bool:
         if recipe.enable_fsdp_float8_all_gather is not None:
@@ -408,16 +379,9 @@ def _around(
     return carrier
 
 
-def in_4_bits(recipe: Recipe) -> bool:
-    """Return True if any product of the recipe runs in NVFP4."""
-    return any(each.scaling == "nvfp4" for each in (recipe, *recipe.by_product.values()))
-
-
 def layer_rule(recipe: Recipe) -> LayerRule:
     """Build the rule of a resolved recipe's layers."""
-    forward, gradient = (
-        (E2M1, E2M1) if recipe.scaling == "nvfp4" else RECIPE_FORMATS[recipe.fp8_format]
-    )
+    forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
     return LayerRule(
         recipe.scaling,
         forward,

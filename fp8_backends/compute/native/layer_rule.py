@@ -15,8 +15,6 @@ from ...formats.scaling import (
     GRAD_OUTPUT,
     INPUT,
     JUST_IN_TIME,
-    NVFP4,
-    NVFP4_SQUARES,
     ROWS,
     RULES,
     SQUARES,
@@ -25,7 +23,6 @@ from ...formats.scaling import (
     Quantized,
     Rule,
 )
-from ...kernels import nvfp4
 from ...kernels import quantize as quantization
 from ...kernels.layouts import Layouts
 from ...tensors import gathered_codes
@@ -34,7 +31,7 @@ from ...tensors.gathered_codes import GatheredCodes
 from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import agreed_over, is_distributed
 from ..counts import KINDS
-from ..products import block_scaled_product, nvfp4_product, scaled_product
+from ..products import block_scaled_product, scaled_product
 from ..refusals import is_parallel
 
 FPROP, DGRAD, WGRAD = range(3)
@@ -92,8 +89,6 @@ def fp8_product(
     blocks = scales.blocks
     if blocks is None or blocks is ROWS:
         return scaled_product(a, b, out_dtype, fast_accumulation)
-    if blocks is NVFP4:
-        return nvfp4_product(a, b, out_dtype)
     b_blocks = scales.weight_blocks if by_weight else blocks
     return block_scaled_product(a, blocks, b, b_blocks, out_dtype)
 
@@ -217,8 +212,6 @@ def quantized(
     """
     scales = rule.scales
     if scales.blocks is not None:
-        if scales.blocks is NVFP4:
-            return nvfp4.quantize(matrix, tensor, rows, columns)
         blocks = scales.weight_blocks if tensor == WEIGHT else scales.blocks
         return _in_blocks(matrix, blocks, fmt, rows, columns, split, stored_scale_inv)
     scale, how = scales.given_scale(state, tensor), scales.from_amax(tensor)
@@ -273,8 +266,6 @@ def _in_blocks(
     stored_scale_inv: torch.Tensor | None = None,
 ) -> Layouts:
     """Quantize this rank's part of a matrix. Only blocks of whole rows cross ranks."""
-    if blocks is NVFP4_SQUARES:
-        return nvfp4.quantize(matrix, WEIGHT, rows, columns)
     if blocks is not ROWS or split is None or not (columns, rows)[split.dim]:
         return quantization.quantize_blocks(
             matrix, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv

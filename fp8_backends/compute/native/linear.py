@@ -9,7 +9,6 @@ from torch import nn
 
 from ...formats import scaling
 from ...formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
-from ...kernels import nvfp4
 from ...kernels.layouts import Layouts
 from ...tensors import gathered_codes
 from ...tensors.block_codes import BlockCodes, is_decoded
@@ -263,14 +262,6 @@ class FP8Products(KeepsLedger):
                     codes=stored.data,
                 )
             matrix = stored.data if stored.scale_inv is None else stored.values(torch.float32)
-        if rule.scaling == "nvfp4":
-            amax = scaling.tensor_amax(matrix)
-            return Cast(
-                matrix,
-                fmt,
-                amax,
-                blocks=nvfp4.blocks_of(amax, nvfp4.BLOCK if tensor == WEIGHT else 1),
-            )
         if rule.blocks is not None:
             return in_blocks(matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.blocks)
         amax = scaling.tensor_amax(matrix)

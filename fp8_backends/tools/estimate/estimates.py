@@ -289,10 +289,6 @@ def _estimate(
         )
     elif recipe is not None and (recipe.by_product or len(recipe.recipes) > 1):
         result.notes.append(f"{backend}: several scaling rules in one model have no time")
-    elif getattr(recipe, "scaling", "") == "nvfp4":
-        result.notes.append(
-            f"{backend}: no rates of 4-bit products are known here, so it has no time"
-        )
     elif chip is not None and backend not in ("fp16", "fp32"):
         plain = rank_of(growth_of(None, "bf16"), None, layers, batch)
         waits = layout.waiting_bytes(workload, layers, batch)
