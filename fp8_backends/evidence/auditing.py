@@ -101,8 +101,7 @@ class Audit:
     def _tables(self) -> Iterator[list[tuple[str, ...]]]:
         kinds = (*KINDS, "recomputed")
         products = [
-            (name, *map(str, map(of.get, kinds)), self.engine[name])
-            for name, of in self.products.items()
+            (name, *map(str, of.values()), self.engine[name]) for name, of in self.products.items()
         ]
         for headings, rows in (
             (("layer", *kinds, "engine"), products),

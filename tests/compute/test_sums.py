@@ -8,7 +8,7 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends.compute import hardware, products, tensor_cores
-from fp8_backends.compute.chips import ADA, HOPPER
+from fp8_backends.compute.chips import chip_of
 from fp8_backends.compute.native import layer_rule
 from fp8_backends.errors import RecipeError
 
@@ -122,9 +122,9 @@ def test_a_gpu_sums_by_itself_and_refuses_the_sums_of_another(monkeypatch):
     cuda = torch.device("cuda")
     assert not products.emulates("h100", cuda)  # a fake tensor's
     monkeypatch.setattr(hardware, "has_gpu", lambda: True)
-    monkeypatch.setattr(hardware, "gpu_chip", lambda device: HOPPER)
+    monkeypatch.setattr(hardware, "gpu_chip", lambda device: chip_of((9, 0)))
     assert not products.emulates("h100", cuda) and not products.emulates("exact", cuda)
-    monkeypatch.setattr(hardware, "gpu_chip", lambda device: ADA)
+    monkeypatch.setattr(hardware, "gpu_chip", lambda device: chip_of((8, 9)))
     with pytest.raises(RecipeError, match="sums='h100' on cuda: .*leave the field out"):
         products.emulates("h100", cuda)
 
