@@ -431,7 +431,7 @@ README's table."""
 def names_of(keys: Sequence[str]) -> str:
     """Return the products of kinds of chips: examples for NVIDIA, titles for AMD."""
     kinds = [chip for chip in chips.CHIPS if chip.key in keys]
-    return ", ".join(chip.title if chip.architecture else chip.examples for chip in kinds)
+    return ", ".join(chip.title if isinstance(chip.gpu, str) else chip.examples for chip in kinds)
 
 
 def decision_tree() -> Picture:

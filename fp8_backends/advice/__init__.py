@@ -372,16 +372,10 @@ class _Search:
         flops = count_flops(work, prepared, None, self.gap.work)
         kept = flops.in_fp8 / self.given_flops
         if kept < self.least:
-            return Trial(
-                change,
-                recipe,
-                flops.in_fp8 / flops.needed,
-                kept,
-                why_not="it keeps too little in FP8",
-            )
+            return Trial(change, recipe, flops.share, kept, why_not="it keeps too little in FP8")
         self.remaining -= 1
         self.progress(change)
-        return Trial(change, recipe, flops.in_fp8 / flops.needed, kept, self.gap.of(work, prepared))
+        return Trial(change, recipe, flops.share, kept, self.gap.of(work, prepared))
 
     def _scalings(self) -> Iterator[Trial]:
         for recipe in self._other_scalings():

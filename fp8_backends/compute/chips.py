@@ -10,6 +10,7 @@ there (TorchAO issue 4932, PyTorch issue 198126), and rowwise products (PyTorch 
 177651), and its speed (Unsloth's models/float8_training.py).
 """
 
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from .fields import check_known, parsed, word
@@ -44,208 +45,6 @@ class Advice(NamedTuple):
     backend: str
     """The backend for FP8; empty for the other precisions."""
     reason: str
-
-
-class Chip(NamedTuple):
-    """A kind of chips with the same FP8 products."""
-
-    key: str
-    title: str
-    """CUDA compute capability, or AMD's name."""
-    examples: str
-    since: tuple[int, int] | None = None
-    """The first CUDA compute capability of this kind, up to the next kind's. None: not NVIDIA's."""
-    architecture: str = ""
-    """The beginning of AMD's name of the architecture."""
-    advice: Advice | None = None
-    """None: `advice_for` decides by the GPU."""
-    te_backend: str = ""
-    """The advised backend if TransformerEngine runs."""
-    grouped_products: bool = False
-    """True if `torch._scaled_grouped_mm` multiplies with FP32 scales here."""
-
-    @property
-    def fp8(self) -> bool:
-        """Return True if it has FP8 matrix units that a backend uses."""
-        return any(cells[self].state == FP8 for cells in TABLE.values())
-
-
-_TWICE_AS_FAST = "FP8 products are twice as fast as bf16's"
-_COMPILE = "with torch.compile"
-_UNCERTAIN = Advice(
-    "bf16",
-    "",
-    "it has FP8 products, and reports say that they bring little or no speed there: compare first "
-    "(fp8-backends compare); msamp:O2 saves memory in any case",
-)
-_MXFP8 = _UNCERTAIN._replace(
-    reason=f"{_UNCERTAIN.reason}; native:mxfp8 with torch 2.14 is the one to compare: GeForce "
-    "halves the rate of FP32 sums in all other products (reported for an RTX 5060 Ti: FP16 51, FP8 "
-    "102, MXFP8 202 TFLOP/s)"
-)
-_NATIVE = Advice("fp8", "native:dynamic", f"{_TWICE_AS_FAST}; {_COMPILE}")
-_TORCHAO = Advice(
-    "fp8",
-    "ao:tensorwise",
-    f"{_TWICE_AS_FAST}, in codes of a kind of its own, which TorchAO uses; {_COMPILE}",
-)
-
-CPU, BEFORE_FP8, ADA, HOPPER, BLACKWELL, RTX_BLACKWELL, MI300, MI350 = CHIPS = (
-    Chip("cpu", "CPU", "no GPU"),
-    Chip("before-fp8", "to 8.6", "V100, A100, RTX 30, MI200", (0, 0)),
-    Chip("ada", "8.9", "L4, L40S, RTX 40", (8, 9), advice=_UNCERTAIN),
-    Chip(
-        "hopper",
-        "9.0",
-        "H100, H200",
-        (9, 0),
-        advice=_NATIVE,
-        te_backend="te:delayed",
-        grouped_products=True,
-    ),
-    Chip("blackwell", "10, 11", "B200, B300, Thor", (10, 0), advice=_NATIVE, te_backend="te:mxfp8"),
-    Chip("rtx-blackwell", "12", "RTX 50, RTX PRO 6000, GB10", (12, 0), advice=_MXFP8),
-    Chip("mi300", "MI300", "gfx94", architecture="gfx94", advice=_TORCHAO),
-    Chip("mi350", "MI350", "gfx95", architecture="gfx95", advice=_NATIVE),
-)
-
-
-class Product(NamedTuple):
-    """A chip by its product name, or a kind of chips by its key."""
-
-    name: str
-    gpu: tuple[int, int] | str | None
-    """CUDA compute capability, or the beginning of AMD's name of the architecture. None: no GPU."""
-    gib: int | None = None
-    """Its memory. None for a kind of chips."""
-
-    @property
-    def chip(self) -> Chip:
-        return CPU if self.gpu is None else chip_of(self.gpu)
-
-
-_SOLD = (
-    Product("v100", (7, 0), 32), Product("t4", (7, 5), 16), Product("a100", (8, 0), 80), Product("a100-40", (8, 0), 40),
-    Product("rtx3090", (8, 6), 24), Product("l4", (8, 9), 24), Product("l40s", (8, 9), 48),
-    Product("rtx4090", (8, 9), 24), Product("h100", (9, 0), 80), Product("h200", (9, 0), 141),
-    Product("b200", (10, 0), 180), Product("b300", (10, 3), 270), Product("rtx5090", (12, 0), 32),
-    Product("mi300x", "gfx942", 192), Product("mi325x", "gfx942", 256), Product("mi350x", "gfx950", 288),
-)  # fmt: skip
-"""Memory is from NVIDIA's and AMD's data sheets (B200 and B300: a DGX's memory over its 8 GPUs).
-Drivers show it in GiB, up to a percent less; 6 % less on cards with GDDR memory whose ECC is on."""
-PRODUCTS = {
-    **{product.name: product for product in _SOLD},
-    **{chip.key: Product(chip.key, chip.architecture or chip.since) for chip in CHIPS},
-}
-"""All names for chips, in lower case."""
-
-
-def product_named(name: str) -> Product:
-    """Return the chip of a product such as "h100", or of a key of CHIPS. Raises `RecipeError` with
-    the nearest name."""
-    key = parsed("chip", word, name).lower().replace("_", "-").replace(" ", "")
-    check_known("chip", key, PRODUCTS)
-    return PRODUCTS[key]
-
-
-_OLDER_NVIDIA = {
-    (8, 0): Advice(
-        "bf16", "", "it has bf16 products and none in FP8; msamp:O2 saves memory and costs time"
-    ),
-    (7, 0): Advice(
-        "fp16",
-        "",
-        "it has fp16 products and none in bf16: keep the loss scaler, and expect models trained in "
-        "bf16 to overflow",
-    ),
-    (0, 0): Advice("fp32", "", "it has no matrix units: lower precision brings no speed"),
-}
-"""By first compute capability, the newest first."""
-_OLDER_AMD = {
-    ("gfx90a", "gfx908", "gfx11", "gfx12"): Advice(
-        "bf16", "", "PyTorch uses its bf16 products, and none in FP8"
-    ),
-    ("",): Advice("fp32", "", "it has no bf16 matrix units"),
-}
-_CPUS = {
-    True: Advice(
-        "bf16",
-        "",
-        "no GPU, and a CPU with bf16 products: for debugging and small models; FP8 has a GPU's "
-        "casts here, and is slower than bf16",
-    ),
-    False: Advice(
-        "fp32",
-        "",
-        "no GPU, and a CPU without bf16 products: for debugging; FP8 has a GPU's casts here, and "
-        "FP8 and bf16 are slower than FP32",
-    ),
-}
-"""True: with bf16 products."""
-
-
-def chip_of(gpu: tuple[int, int] | str) -> Chip:
-    """Return the chip of a CUDA compute capability, or of AMD's name of an architecture."""
-    if isinstance(gpu, str):
-        return next(
-            (c for c in CHIPS if c.architecture and gpu.startswith(c.architecture)), BEFORE_FP8
-        )
-    return [c for c in CHIPS if c.since is not None and c.since <= tuple(gpu)][-1]
-
-
-NATIVE_RECORDS: tuple[str, ...] = ("hopper",)
-"""Keys of the CHIPS with a correct training by native on record in benchmarks/results
-(`step_1b_gpu.json`)."""
-
-
-class Choice(NamedTuple):
-    """The meaning of the backend `auto`."""
-
-    backend: str
-    reason: str
-
-
-def auto_on(
-    chip: Chip, te_runs: bool = False, ao_runs: bool = True, native_runs: bool = True
-) -> Choice:
-    """Return the meaning of `auto` on a chip: with FP8 products, a backend proven there."""
-    is_recorded = chip.key in NATIVE_RECORDS
-    if not chip.fp8:
-        return Choice("native", "no FP8 products in hardware here; native has a GPU's casts")
-    if te_runs:
-        return Choice("te", "TransformerEngine runs here")
-    if is_recorded and native_runs:
-        return Choice(
-            "native", f"trainings by native on chips of this kind ({chip.title}) are on record"
-        )
-    if ao_runs and is_recorded:
-        return Choice("ao", "TorchAO reads the given fields, and native does not")
-    if ao_runs:
-        return Choice(
-            "ao",
-            f"no training by native on chips of this kind ({chip.title}) is on record yet; many "
-            "use TorchAO there",
-        )
-    return Choice("native", "neither TransformerEngine nor TorchAO can run this here")
-
-
-def advice_for(
-    gpu: tuple[int, int] | str | None, te_runs: bool = False, cpu_bf16: bool = False
-) -> Advice:
-    """Return the advice for a CUDA compute capability, for AMD's name of an architecture, or for a
-    CPU (None)."""
-    if gpu is None:
-        return _CPUS[cpu_bf16]
-    chip = chip_of(gpu)
-    if chip is BEFORE_FP8 and isinstance(gpu, str):
-        return next(advice for names, advice in _OLDER_AMD.items() if gpu.startswith(names))
-    if chip is BEFORE_FP8:
-        return next(advice for since, advice in _OLDER_NVIDIA.items() if tuple(gpu) >= since)
-    if chip.advice.precision == "fp8" and te_runs and chip.te_backend:
-        return chip.advice._replace(backend=chip.te_backend)
-    if chip.advice.precision != "fp8" or auto_on(chip).backend == "native":
-        return chip.advice
-    return chip.advice._replace(backend=_TORCHAO.backend)
 
 
 def release(version: tuple[int, int]) -> str:
@@ -288,10 +87,6 @@ NOTES = {
         f"block scales need a PyTorch for CUDA {release(_BLOCK_CUDA)} or newer",
         "with an older one use te:dynamic, or native:blockwise (emulated then)",
     ),
-    "block-e4m3": Note(
-        f"PyTorch multiplies E4M3 in blocks of 128, from CUDA {release(_BLOCK_CUDA)} on",
-        "with an older CUDA, and for E5M2 gradients (fp8_format='HYBRID'), products are emulated",
-    ),
     "block-blackwell": Note(
         "TransformerEngine makes these products as MXFP8 ones",
         "their scales are powers of two, its default",
@@ -300,14 +95,13 @@ NOTES = {
         "TransformerEngine multiplies MXFP8 on compute capability 10 and 11 only",
         "use te:dynamic or te:blockwise, or native:mxfp8 (emulated before 10)",
     ),
-    "mxfp8-cuda": Note(
-        f"MXFP8 products need a PyTorch for CUDA {release(_MX_CUDA)} or newer",
-        "with an older one they are emulated",
+    "fnuz": Note(
+        "MI300 multiplies FP8 codes of a kind of its own (fnuz)",
+        "TorchAO uses them, and native, whose codes are the common ones, emulates",
     ),
-    "mxfp8-rtx": Note(
-        "reported, not measured: MXFP8 products on an RTX 5060 Ti (3.2 times bf16's speed) and "
-        "5080, in the layout of native, with torch 2.14 for CUDA 13.0",
-        "with an older PyTorch they are emulated",
+    "rowwise-cpu": Note(
+        f"TorchAO's rowwise products run on a CPU from torch {release(ROWWISE_CPU_TORCH)} on",
+        "with an older one install a newer torch, or use native:rowwise",
     ),
     "rowwise-ada": Note(
         "reported: rowwise kernels on Ada ignore the current CUDA stream before torch 2.12, and "
@@ -321,15 +115,21 @@ NOTES = {
         "of bf16's speed (RTX PRO 6000)",
         "where they fail use one scale a tensor (native:dynamic)",
     ),
-    "fnuz": Note(
-        "MI300 multiplies FP8 codes of a kind of its own (fnuz)",
-        "TorchAO uses them, and native, whose codes are the common ones, emulates",
+    "block-e4m3": Note(
+        f"PyTorch multiplies E4M3 in blocks of 128, from CUDA {release(_BLOCK_CUDA)} on",
+        "with an older CUDA, and for E5M2 gradients (fp8_format='HYBRID'), products are emulated",
     ),
-    "rowwise-cpu": Note(
-        f"TorchAO's rowwise products run on a CPU from torch {release(ROWWISE_CPU_TORCH)} on",
-        "with an older one install a newer torch, or use native:rowwise",
+    "mxfp8-cuda": Note(
+        f"MXFP8 products need a PyTorch for CUDA {release(_MX_CUDA)} or newer",
+        "with an older one they are emulated",
+    ),
+    "mxfp8-rtx": Note(
+        "reported, not measured: MXFP8 products on an RTX 5060 Ti (3.2 times bf16's speed) and "
+        "5080, in the layout of native, with torch 2.14 for CUDA 13.0",
+        "with an older PyTorch they are emulated",
     ),
 }
+"""Numbered in reports, in the order of their first use there."""
 
 
 class Cell(NamedTuple):
@@ -338,7 +138,7 @@ class Cell(NamedTuple):
     state: State
     note: str = ""
     """A key of NOTES."""
-    cuda: tuple[int, int] | None = None
+    cuda: tuple[int, int] = (0, 0)
     """The oldest CUDA release of PyTorch for `state`; older ones have `without`."""
     without: State = REFUSED
     torch: tuple[int, int] = (0, 0)
@@ -349,55 +149,357 @@ class Cell(NamedTuple):
     ) -> State:
         """Return the state with a release of PyTorch for a release of CUDA. None: new enough, or
         not CUDA."""
-        is_old = (cuda or self.cuda or ()) < (self.cuda or ()) or (torch or self.torch) < self.torch
+        is_old = (cuda or self.cuda) < self.cuda or (torch or self.torch) < self.torch
         return self.without if is_old else self.state
 
 
-_NO_TE, _OLD, _NO_MX = Cell(REFUSED, "te-nvidia"), Cell(REFUSED, "te-8.9"), Cell(REFUSED, "mxfp8")
-_YES, _EMULATED, _FNUZ = Cell(FP8), Cell(EMULATED), Cell(FP8, "fnuz")
-_ADA = Cell(FP8, "ada", _ADA_CUDA)
-_RTX_MX = Cell(FP8, "mxfp8-rtx", (13, 0), EMULATED, (2, 14))
-_ROWS_ADA, _ROWS_RTX = Cell(FP8, "rowwise-ada"), Cell(FP8, "rowwise-rtx")
-_BLOCKS, _AS_MX = Cell(FP8, "block-cuda", _BLOCK_CUDA), Cell(FP8, "block-blackwell", _BLOCK_CUDA)
+class Rates(NamedTuple):
+    """Published limits of a chip. `rates` predicts by the H200's rates times the ratios of these
+    limits."""
 
-# fmt: off
-_ROWS = {
-    # CPU, to 8.6, 8.9, 9.0, 10 and 11, 12, MI300, MI350
-    ("te:delayed", "te:dynamic"):
-        (_NO_TE, _OLD, _ADA, _YES, _YES, _YES, _NO_TE, _NO_TE),
-    ("te:blockwise",):
-        (_NO_TE, _OLD, Cell(REFUSED, "block-9.0"), _BLOCKS, _AS_MX, _AS_MX, _NO_TE, _NO_TE),
-    ("te:mxfp8",):
-        (_NO_TE, _OLD, _NO_MX, _NO_MX, _YES, _NO_MX, _NO_TE, _NO_TE),
-    ("ao:tensorwise",):
-        (_EMULATED, _EMULATED, _YES, _YES, _YES, _YES, _FNUZ, _YES),
-    ("ao:rowwise", "ao:rowwise_with_gw_hp"):
-        (Cell(EMULATED, "rowwise-cpu"), _EMULATED, _ROWS_ADA, _YES, _YES, _ROWS_RTX, _FNUZ, _YES),
-    ("native:dynamic", "native:delayed", "native:window", "msamp"):
-        (_EMULATED, _EMULATED, _YES, _YES, _YES, _YES, Cell(EMULATED, "fnuz"), _YES),
-    ("native:rowwise",):
-        (_EMULATED, _EMULATED, _ROWS_ADA, _YES, _YES, _ROWS_RTX, Cell(EMULATED, "fnuz"), _YES),
-    ("native:blockwise",):
-        (_EMULATED, _EMULATED, _EMULATED, Cell(FP8, "block-e4m3", _BLOCK_CUDA, EMULATED), *[_EMULATED] * 4),
-    ("native:mxfp8",):
-        (*[_EMULATED] * 4, Cell(FP8, "mxfp8-cuda", _MX_CUDA, EMULATED), _RTX_MX, *[_EMULATED] * 2),
+    bf16: float
+    """Dense FLOP/s with FP32 sums, as `fp8`."""
+    fp8: float
+    memory: float
+    """Bytes/s."""
+    link: float
+    """Bytes/s to other devices of the machine, in one direction."""
+    network: float
+    """Bytes/s of one device to other machines: 400 Gb/s a GPU with NVLink, else 100 Gb/s, as in the
+    data centres of the published runs."""
+    source: str = "a roofline"
+
+
+_NO_TE, _EMULATED, _YES = Cell(REFUSED, "te-nvidia"), Cell(EMULATED), Cell(FP8)
+DEFAULTS = {
+    ("te:delayed", "te:dynamic"): _NO_TE,
+    ("te:blockwise",): _NO_TE,
+    ("te:mxfp8",): _NO_TE,
+    ("ao:tensorwise",): _YES,
+    ("ao:rowwise", "ao:rowwise_with_gw_hp"): _YES,
+    ("native:dynamic", "native:delayed", "native:window", "msamp"): _YES,
+    ("native:rowwise",): _YES,
+    ("native:blockwise",): _EMULATED,
+    ("native:mxfp8",): _EMULATED,
 }
-# fmt: on
-TABLE = {backends: dict(zip(CHIPS, cells, strict=True)) for backends, cells in _ROWS.items()}
-"""Cells by backends, those with the same products together, and by chip."""
+"""Backends with the same products, and their cell on a chip that does not name the first of
+them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chip:
+    """A kind of chips with the same FP8 products."""
+
+    key: str
+    title: str
+    """CUDA compute capability, or AMD's name."""
+    examples: str
+    gpu: tuple[int, int] | str | None
+    """The first CUDA compute capability of this kind, up to the next kind's, or the beginning of
+    AMD's name of the architecture. None: no GPU."""
+    cells: dict[str, Cell] = field(default_factory=dict)
+    """Products other than in DEFAULTS, by the first backend there."""
+    advice: Advice | None = None
+    """None: `advice_for` decides by the GPU."""
+    te_backend: str = ""
+    """The advised backend if TransformerEngine runs."""
+    rates: Rates | None = None
+    """Limits of the product that stands for this kind; None if no public table is known."""
+    native_recorded: bool = False
+    """True if a correct training by native is on record in benchmarks/results
+    (`step_1b_gpu.json`)."""
+    grouped_products: bool = False
+    """True if `torch._scaled_grouped_mm` multiplies with FP32 scales here."""
+
+    @property
+    def table(self) -> dict[tuple[str, ...], Cell]:
+        """Return the cells of all backends."""
+        return {names: self.cells.get(names[0], cell) for names, cell in DEFAULTS.items()}
+
+    @property
+    def fp8(self) -> bool:
+        """Return True if it has FP8 matrix units that a backend uses."""
+        return any(cell.state == FP8 for cell in self.table.values())
+
+
+_TWICE_AS_FAST = "FP8 products are twice as fast as bf16's"
+_COMPILE = "with torch.compile"
+_UNCERTAIN = Advice(
+    "bf16",
+    "",
+    "it has FP8 products, and reports say that they bring little or no speed there: compare first "
+    "(fp8-backends compare); msamp:O2 saves memory in any case",
+)
+_MXFP8 = _UNCERTAIN._replace(
+    reason=f"{_UNCERTAIN.reason}; native:mxfp8 with torch 2.14 is the one to compare: GeForce "
+    "halves the rate of FP32 sums in all other products (reported for an RTX 5060 Ti: FP16 51, FP8 "
+    "102, MXFP8 202 TFLOP/s)"
+)
+_NATIVE = Advice("fp8", "native:dynamic", f"{_TWICE_AS_FAST}; {_COMPILE}")
+_TORCHAO = Advice(
+    "fp8",
+    "ao:tensorwise",
+    f"{_TWICE_AS_FAST}, in codes of a kind of its own, which TorchAO uses; {_COMPILE}",
+)
+
+_NO_FP8 = dict.fromkeys(
+    ("ao:tensorwise", "ao:rowwise", "native:dynamic", "native:rowwise"), _EMULATED
+)
+_NVIDIA = {
+    "te:delayed": _YES,
+    "te:blockwise": Cell(FP8, "block-blackwell", _BLOCK_CUDA),
+    "te:mxfp8": Cell(REFUSED, "mxfp8"),
+}
+_ROWS_ADA, _ROWS_RTX = Cell(FP8, "rowwise-ada"), Cell(FP8, "rowwise-rtx")
+_FNUZ, _OTHER_CODES = Cell(FP8, "fnuz"), Cell(EMULATED, "fnuz")
+
+H200 = Rates(989e12, 1979e12, 4.8e12, 450e9, 50e9, "measured on an H200 (but for the network)")
+_B200 = Rates(2250e12, 4500e12, 7.67e12, 900e9, 50e9)
+_RTX4090 = Rates(165.2e12, 330.3e12, 1.008e12, 32e9, 12.5e9)
+_RTX5090 = Rates(209.5e12, 419e12, 1.792e12, 64e9, 12.5e9)
+"""Limits as listed by: glennklockwood.com/garden/processors/h100, itkb.uw.cz (H200, NVLink of
+Blackwell), torchao's `testing/training/roofline_utils.py` at 36027d8 (B200, RTX 5090), mullet.se
+(NVIDIA's data sheet of the L40S), waredb.com (RTX 4090). PCIe 4 x16 and 5 x16 without NVLink."""
+
+CHIPS = (
+    Chip("cpu", "CPU", "no GPU", None, _NO_FP8 | {"ao:rowwise": Cell(EMULATED, "rowwise-cpu")}),
+    Chip(
+        "before-fp8",
+        "to 8.6",
+        "V100, A100, RTX 30, MI200",
+        (0, 0),
+        _NO_FP8 | dict.fromkeys(_NVIDIA, Cell(REFUSED, "te-8.9")),
+    ),
+    Chip(
+        "ada",
+        "8.9",
+        "L4, L40S, RTX 40",
+        (8, 9),
+        _NVIDIA
+        | {
+            "te:delayed": Cell(FP8, "ada", _ADA_CUDA),
+            "te:blockwise": Cell(REFUSED, "block-9.0"),
+            "ao:rowwise": _ROWS_ADA,
+            "native:rowwise": _ROWS_ADA,
+        },
+        advice=_UNCERTAIN,
+        rates=_RTX4090,
+    ),
+    Chip(
+        "hopper",
+        "9.0",
+        "H100, H200",
+        (9, 0),
+        _NVIDIA
+        | {
+            "te:blockwise": Cell(FP8, "block-cuda", _BLOCK_CUDA),
+            "native:blockwise": Cell(FP8, "block-e4m3", _BLOCK_CUDA, EMULATED),
+        },
+        advice=_NATIVE,
+        te_backend="te:delayed",
+        rates=H200,
+        native_recorded=True,
+        grouped_products=True,
+    ),
+    Chip(
+        "blackwell",
+        "10, 11",
+        "B200, B300, Thor",
+        (10, 0),
+        _NVIDIA
+        | {
+            "te:mxfp8": _YES,
+            "native:mxfp8": Cell(FP8, "mxfp8-cuda", _MX_CUDA, EMULATED),
+        },
+        advice=_NATIVE,
+        te_backend="te:mxfp8",
+        rates=_B200,
+    ),
+    Chip(
+        "rtx-blackwell",
+        "12",
+        "RTX 50, RTX PRO 6000, GB10",
+        (12, 0),
+        _NVIDIA
+        | {
+            "ao:rowwise": _ROWS_RTX,
+            "native:rowwise": _ROWS_RTX,
+            "native:mxfp8": Cell(FP8, "mxfp8-rtx", (13, 0), EMULATED, (2, 14)),
+        },
+        advice=_MXFP8,
+        rates=_RTX5090,
+    ),
+    Chip(
+        "mi300",
+        "MI300",
+        "gfx94",
+        "gfx94",
+        {
+            "ao:tensorwise": _FNUZ,
+            "ao:rowwise": _FNUZ,
+            "native:dynamic": _OTHER_CODES,
+            "native:rowwise": _OTHER_CODES,
+        },
+        advice=_TORCHAO,
+    ),
+    Chip("mi350", "MI350", "gfx95", "gfx95", advice=_NATIVE),
+)
+CPU, BEFORE_FP8, *_ = CHIPS
+
+
+class Product(NamedTuple):
+    """A chip by its product name, or a kind of chips by its key."""
+
+    name: str
+    gpu: tuple[int, int] | str | None
+    """As of a `Chip`."""
+    gib: int | None = None
+    """Its memory. None for a kind of chips."""
+    rates: Rates | None = None
+
+    @property
+    def chip(self) -> Chip:
+        return chip_of(self.gpu)
+
+
+SOLD = {product.name: product for product in (
+    Product("v100", (7, 0), 32), Product("t4", (7, 5), 16), Product("a100", (8, 0), 80), Product("a100-40", (8, 0), 40),
+    Product("rtx3090", (8, 6), 24), Product("l4", (8, 9), 24),
+    Product("l40s", (8, 9), 48, Rates(362e12, 733e12, 0.864e12, 32e9, 12.5e9)),
+    Product("rtx4090", (8, 9), 24, _RTX4090),
+    Product("h100", (9, 0), 80, H200._replace(memory=3.35e12, source="the H200's curves by the H100's limits (SXM)")),
+    Product("h200", (9, 0), 141, H200), Product("b200", (10, 0), 180, _B200), Product("b300", (10, 3), 270),
+    Product("rtx5090", (12, 0), 32, _RTX5090),
+    Product("mi300x", "gfx942", 192), Product("mi325x", "gfx942", 256), Product("mi350x", "gfx950", 288),
+)}  # fmt: skip
+"""Memory is from NVIDIA's and AMD's data sheets (B200 and B300: a DGX's memory over its 8 GPUs).
+Drivers show it in GiB, up to a percent less; 6 % less on cards with GDDR memory whose ECC is on."""
+PRODUCTS = {**SOLD, **{chip.key: Product(chip.key, chip.gpu) for chip in CHIPS}}
+"""All names for chips, in lower case."""
+
+
+def product_named(name: str) -> Product:
+    """Return the chip of a product such as "h100", or of a key of CHIPS. Raises `RecipeError` with
+    the nearest name."""
+    key = parsed("chip", word, name).lower().replace("_", "-").replace(" ", "")
+    check_known("chip", key, PRODUCTS)
+    return PRODUCTS[key]
+
+
+_NO_AMD_FP8 = Advice("bf16", "", "PyTorch uses its bf16 products, and none in FP8")
+_OLDER = (
+    (
+        (8, 0),
+        Advice(
+            "bf16", "", "it has bf16 products and none in FP8; msamp:O2 saves memory and costs time"
+        ),
+    ),
+    (
+        (7, 0),
+        Advice(
+            "fp16",
+            "",
+            "it has fp16 products and none in bf16: keep the loss scaler, and expect models "
+            "trained in bf16 to overflow",
+        ),
+    ),
+    ((0, 0), Advice("fp32", "", "it has no matrix units: lower precision brings no speed")),
+    *((name, _NO_AMD_FP8) for name in ("gfx90a", "gfx908", "gfx11", "gfx12")),
+    ("", Advice("fp32", "", "it has no bf16 matrix units")),
+)
+"""Advice for GPUs of BEFORE_FP8: the first that `_is_from` matches."""
+_CPUS = {
+    True: Advice(
+        "bf16",
+        "",
+        "no GPU, and a CPU with bf16 products: for debugging and small models; FP8 has a GPU's "
+        "casts here, and is slower than bf16",
+    ),
+    False: Advice(
+        "fp32",
+        "",
+        "no GPU, and a CPU without bf16 products: for debugging; FP8 has a GPU's casts here, and "
+        "FP8 and bf16 are slower than FP32",
+    ),
+}
+"""True: with bf16 products."""
+
+
+def _is_from(gpu: tuple[int, int] | str | None, first: tuple[int, int] | str | None) -> bool:
+    """Return True for a CUDA compute capability from `first` on, or a name that begins so."""
+    if isinstance(gpu, str) and isinstance(first, str):
+        return gpu.startswith(first)
+    if isinstance(gpu, tuple) and isinstance(first, tuple):
+        return gpu >= first
+    return gpu is first
+
+
+def chip_of(gpu: tuple[int, int] | str | None) -> Chip:
+    """Return the chip of a CUDA compute capability, of AMD's name of an architecture, or of a CPU
+    (None)."""
+    return [BEFORE_FP8, *(chip for chip in CHIPS if _is_from(gpu, chip.gpu))][-1]
+
+
+class Choice(NamedTuple):
+    """The meaning of the backend `auto`."""
+
+    backend: str
+    reason: str
+
+
+def auto_on(
+    chip: Chip, te_runs: bool = False, ao_runs: bool = True, native_runs: bool = True
+) -> Choice:
+    """Return the meaning of `auto` on a chip: with FP8 products, a backend proven there."""
+    if not chip.fp8:
+        return Choice("native", "no FP8 products in hardware here; native has a GPU's casts")
+    if te_runs:
+        return Choice("te", "TransformerEngine runs here")
+    if chip.native_recorded and native_runs:
+        return Choice(
+            "native", f"trainings by native on chips of this kind ({chip.title}) are on record"
+        )
+    if ao_runs and chip.native_recorded:
+        return Choice("ao", "TorchAO reads the given fields, and native does not")
+    if ao_runs:
+        return Choice(
+            "ao",
+            f"no training by native on chips of this kind ({chip.title}) is on record yet; many "
+            "use TorchAO there",
+        )
+    return Choice("native", "neither TransformerEngine nor TorchAO can run this here")
+
+
+def advice_for(
+    gpu: tuple[int, int] | str | None, te_runs: bool = False, cpu_bf16: bool = False
+) -> Advice:
+    """Return the advice for a CUDA compute capability, for AMD's name of an architecture, or for a
+    CPU (None)."""
+    if gpu is None:
+        return _CPUS[cpu_bf16]
+    chip = chip_of(gpu)
+    if chip.advice is None:
+        return next(advice for first, advice in _OLDER if _is_from(gpu, first))
+    if chip.advice.precision != "fp8":
+        return chip.advice
+    if te_runs and chip.te_backend:
+        return chip.advice._replace(backend=chip.te_backend)
+    if auto_on(chip).backend == "native":
+        return chip.advice
+    return chip.advice._replace(backend=_TORCHAO.backend)
 
 
 def cell_of(backend: str, chip: Chip) -> Cell | None:
     """Return the cell of a backend such as "native:dynamic"; None for another package's backend."""
-    return next((cells[chip] for backends, cells in TABLE.items() if backend in backends), None)
+    return next((cell for backends, cell in chip.table.items() if backend in backends), None)
 
 
 def described(chip: Chip, *releases: tuple[int, int] | None) -> dict[str, Any]:
     """Return a chip and every backend's products on it, with these releases of CUDA and PyTorch
     (none: new enough)."""
     products = []
-    for backends, cells in TABLE.items():
-        state, reason = cells[chip].state_with(*releases), str(NOTES.get(cells[chip].note, ""))
+    for backends, cell in chip.table.items():
+        state, reason = cell.state_with(*releases), str(NOTES.get(cell.note, ""))
         install = (
             f"a PyTorch for CUDA, then {INSTALL_TE}" if backends[0].startswith("te:") else "nothing"
         )
@@ -410,24 +512,14 @@ def described(chip: Chip, *releases: tuple[int, int] | None) -> dict[str, Any]:
 SHORT = {FP8: "FP8", EMULATED: "emul.", REFUSED: "no"}
 
 
-def numbered_notes() -> dict[str, int]:
-    """Number the notes in the order of the table."""
-    keys = dict.fromkeys(
-        cell.note for cells in TABLE.values() for cell in cells.values() if cell.note
-    )
-    return {key: number for number, key in enumerate(keys, 1)}
-
-
 def rows() -> list[list[str]]:
     """Return a header, and a row for each backend."""
-    notes = numbered_notes()
+    numbers = {key: f" ({number})" for number, key in enumerate(NOTES, 1)}
     table = [["", *(chip.title for chip in CHIPS)]]
-    for backends, row in TABLE.items():
-        cells = [
-            SHORT[cell.state] + (f" ({notes[cell.note]})" if cell.note else "")
-            for cell in row.values()
-        ]
-        table += [[backend, *cells] for backend in backends]
+    for backends in DEFAULTS:
+        cells = [chip.table[backends] for chip in CHIPS]
+        texts = [SHORT[cell.state] + numbers.get(cell.note, "") for cell in cells]
+        table += [[backend, *texts] for backend in backends]
     return table
 
 

@@ -26,6 +26,11 @@ class ProductCounts:
     recomputed: int = 0
     """Forward products run again by activation checkpointing."""
 
+    @property
+    def kinds(self) -> set[str]:
+        """Return the kinds with products in FP8, without recomputation."""
+        return {kind for kind in KINDS if getattr(self, kind)}
+
     def add(self, kind: str, number: int = 1) -> None:
         """Count more products of a kind: one of KINDS, or RECOMPUTED."""
         setattr(self, kind, getattr(self, kind) + number)

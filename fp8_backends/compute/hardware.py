@@ -60,7 +60,7 @@ def capabilities() -> list[tuple[int, int]]:
 def chip() -> Chip:
     """Return the chip of this machine: among different GPUs the one that does least, since all
     train together."""
-    return min(map(chips.chip_of, gpus()), key=chips.CHIPS.index, default=chips.CPU)
+    return min(map(chips.chip_of, gpus() or [None]), key=chips.CHIPS.index)
 
 
 def gpu_chip(device: torch.device | int | None = None) -> Chip:
@@ -81,9 +81,7 @@ def gpu_multiplies(scaling: str, device: torch.device) -> bool:
 
 def advice(te_runs: bool = False) -> Advice:
     """Return the precision to train in on this machine: among different GPUs the lesser one's."""
-    advices = [chips.advice_for(gpu, te_runs) for gpu in gpus()] or [
-        chips.advice_for(None, cpu_bf16=cpu_bf16())
-    ]
+    advices = [chips.advice_for(gpu, te_runs, cpu_bf16()) for gpu in gpus() or [None]]
     return max(advices, key=lambda advice: ("fp8", "bf16", "fp16", "fp32").index(advice.precision))
 
 

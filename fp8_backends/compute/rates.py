@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .chips import Chip as Kind
+from .chips import H200, Rates
 
 BF16, FAST, FP8, FP32_RESULT, ROWWISE = KINDS = (
     "bf16",
@@ -30,43 +30,6 @@ CURVES = {
 """Seconds of a FLOP of [m, k] x [k, n], 1 / rate = c0 + c1 / m + c2 / k + c3 / n, under a sustained
 load of an H200: fitted to the 22 shapes of `limits_gpu.json` by `benchmarks/ahead/rates.py` (median
 error below 4 %)."""
-
-
-class Rates(NamedTuple):
-    """Published limits of a chip. Its rates are the H200's times the ratios of these limits."""
-
-    bf16: float
-    """Dense FLOP/s with FP32 sums, as `fp8`."""
-    fp8: float
-    memory: float
-    """Bytes/s."""
-    link: float
-    """Bytes/s to other devices of the machine, in one direction."""
-    network: float
-    """Bytes/s of one device to other machines: 400 Gb/s a GPU with NVLink, else 100 Gb/s, as in the
-    data centres of the published runs."""
-    source: str
-
-
-CHIPS = {
-    "h200": Rates(
-        989e12, 1979e12, 4.8e12, 450e9, 50e9, "measured on an H200 (but for the network)"
-    ),
-    "h100": Rates(
-        989e12, 1979e12, 3.35e12, 450e9, 50e9, "the H200's curves by the H100's limits (SXM)"
-    ),
-    "b200": Rates(2250e12, 4500e12, 7.67e12, 900e9, 50e9, "a roofline"),
-    "l40s": Rates(362e12, 733e12, 0.864e12, 32e9, 12.5e9, "a roofline"),
-    "rtx4090": Rates(165.2e12, 330.3e12, 1.008e12, 32e9, 12.5e9, "a roofline"),
-    "rtx5090": Rates(209.5e12, 419e12, 1.792e12, 64e9, 12.5e9, "a roofline"),
-}
-"""By the name in `chips.PRODUCTS`. Limits as listed by: glennklockwood.com/garden/processors/h100,
-itkb.uw.cz (H200, NVLink of Blackwell), torchao's `testing/training/roofline_utils.py` at 36027d8
-(B200, RTX 5090), mullet.se (NVIDIA's data sheet of the L40S), waredb.com (RTX 4090). PCIe 4 x16 and
-5 x16 without NVLink."""
-H200 = CHIPS["h200"]
-OF_KIND = {"ada": "rtx4090", "hopper": "h200", "blackwell": "b200", "rtx-blackwell": "rtx5090"}
-"""The chip that stands for a kind, by the key in `chips.CHIPS`."""
 
 
 class Constant(NamedTuple):
@@ -235,8 +198,3 @@ def pays_from(compute: str, scaling: str, chip: Rates, tokens: int = TOKENS) -> 
         return f"no Linear is predicted to be faster in FP8 at {tokens:,} tokens"
     width = widths[first]
     return f"compiled Linears are predicted to gain from {width:,} x {width:,} at {tokens:,} tokens"
-
-
-def rates_of(kind: Kind) -> Rates | None:
-    """Return the rates of the chip that stands for a kind; None if no public table is known."""
-    return CHIPS.get(OF_KIND.get(kind.key, ""))

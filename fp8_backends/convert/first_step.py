@@ -21,8 +21,8 @@ class Observed:
         self.gradient_dtypes: dict[str, torch.dtype] = {}
         self.work: dict[str, Work] = {}
         """Work of each weight in the first step; compiled code is missing."""
-        self.flops = (0.0, 0.0)
-        """FLOPs of all products in the first step, in FP8 and needed; zeros before the proof."""
+        self.proof: Any = None
+        """The first step's `proof.Proof`; None before."""
         self.left_out: set[str] | None = None
         """Trainable parameters without an optimizer, as the user knows; None until an optimizer is
         prepared."""

@@ -40,12 +40,10 @@ CONVOLUTION = "convolution"
 token."""
 BILINEAR = "Bilinear"
 NEVER_IN_FP8 = (CONVOLUTION, BILINEAR)
-COUNTED = {
-    "Linear": ("Linear", "head", "router", "adapter"),
-    "Conv1D": ("Conv1D",),
-    "experts": ("experts",),
-}
-"""Titles in reports for kinds of weights with FP8 products."""
+LINEARS = ("Linear", "head", "router", "adapter")
+"""Kinds of weights that reports count as Linear."""
+COUNTED = ("Linear", "Conv1D", "experts")
+"""Nouns in reports for weights with FP8 products."""
 
 HEAD_NAMES = frozenset(
     {"lm_head", "embed_out", "output_layer", "classifier", "score", "qa_outputs", "head"}

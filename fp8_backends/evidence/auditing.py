@@ -14,13 +14,13 @@ from ..compute.mixed import compute_of
 from ..convert import conversion, features
 from ..convert.conversion import Prepared
 from ..convert.first_step import Work
-from ..convert.weight_products import CONVOLUTION, FOREIGN_FP8, FP8
+from ..convert.weight_products import CONVOLUTION, FOREIGN_FP8, FP8, HIGH_PRECISION
 from ..recipes.handlers import Recipe
 from ..states.gradient_release import is_dropped, is_released
 from ..tensors.sharded_tensor import full_shape, local_part
 from ..torch_tools.modules import check_is_module, plain_name
 from ..torch_tools.optimizers import check_is_optimizer, parameter_ids, unwrapped
-from ..words import as_html, counted, in_columns, readable_bytes, share
+from ..words import as_html, by_reason, counted, in_columns, readable_bytes, share
 
 BYTE_KEYS = ("weight", "master", "gradient", "optimizer")
 MANY_LOST_UPDATES = 0.5
@@ -100,28 +100,23 @@ class Audit:
     def _tables(self) -> Iterator[list[tuple[str, ...]]]:
         kinds = (*KINDS, "recomputed")
         products = [
-            (name, *map(str, map(of.get, kinds)), self.engine[name])
-            for name, of in self.products.items()
+            (name, *map(str, of.values()), self.engine[name]) for name, of in self.products.items()
         ]
         for headings, rows in (
             (("layer", *kinds, "engine"), products),
             (("in high precision", "reason"), self.high_precision.items()),
             (("in FP8 of others", "reason"), self.foreign_fp8.items()),
         ):
-            # rows of layers that differ only in a number
-            groups: dict[tuple[str, ...], list[str]] = {}
-            for name, *cells in rows:
-                groups.setdefault((re.sub(r"\d+", "*", name), *cells), []).append(name or "(root)")
+            # one row for layers that differ only in a number
+            groups = by_reason(
+                (name or "(root)", (re.sub(r"\d+", "*", name), *cells)) for name, *cells in rows
+            )
             if groups:
-                patterns = [
-                    f"{of} x{len(names)}" if len(names) > 1 else names[0]
-                    for (of, *_), names in groups.items()
-                ]
                 yield [
                     headings,
                     *(
-                        (pattern, *cells)
-                        for pattern, (_, *cells) in zip(patterns, groups, strict=True)
+                        (f"{pattern} x{len(names)}" if names[1:] else names[0], *cells)
+                        for (pattern, *cells), names in groups
                     ),
                 ]
         rows = [("bytes", *BYTE_KEYS, "total")]
@@ -162,14 +157,12 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
     result = Audit(
         recipe=", ".join(dict.fromkeys(prepared.name for _, _, prepared in roots)) or "not prepared"
     )
-    flops = _read_roots(result, roots)
+    _read_roots(result, roots)
     for product in () if roots else conversion.weight_products(model):
         if product.state == FOREIGN_FP8:
             result.foreign_fp8[product.name] = product.reason
         else:
             result.high_precision[product.name] = "not prepared"
-    needed = sum(part.needed for part in flops)
-    result.flops_share = sum(part.in_fp8 for part in flops) / needed if needed else 0.0
     _read_bytes(result, model, roots, optimizers)
     for fields in features.run("audit", [root for _, root, _ in roots]):
         vars(result).update(fields)
@@ -215,6 +208,11 @@ class Flops:
     uncounted: list[str] = field(default_factory=list)
     """Convolutions of unknown FLOPs."""
 
+    @property
+    def share(self) -> float:
+        """Return the share in FP8, 0 to 1."""
+        return self.in_fp8 / self.needed if self.needed else 0.0
+
 
 def count_flops(
     root: nn.Module,
@@ -243,22 +241,25 @@ def count_flops(
         seen = work.get(product.name)
         weight = product.name if product.name in trains else f"{product.name}.weight".lstrip(".")
         ran = counts.get(product.name) if counts is not None and product.state == FP8 else None
-        done, needed = [], []
-        for kind in KINDS:
-            is_needed = _is_needed(kind, trains.get(weight, True), seen, ran, high)
-            predicted = counts is None and is_needed and product.state == FP8 and kind not in high
-            done.append(predicted or (ran is not None and getattr(ran, kind) > 0))
-            needed.append(
-                done[-1]
-                or (is_needed and (seen is not None or weight not in prepared.observed.idle))
-            )
-        if seen is None and product.kind == CONVOLUTION:
-            flops.uncounted += [product.name] * any(needed)
+        needed = set(_needed_kinds(trains.get(weight, True), seen, ran, high))
+        if ran is not None:
+            done = ran.kinds
+        elif counts is None and product.state == FP8:
+            done = needed.difference(high)
+        else:
+            done = set()
+        if seen is None and weight in prepared.observed.idle:
+            needed = set()
+        needed |= done
+        if seen is not None:
+            size = seen.flops
+        elif product.kind != CONVOLUTION:
+            size = product.flops * tokens
+        else:
+            flops.uncounted += [product.name] * bool(needed)
             continue
-        size = product.flops * tokens if seen is None else seen.flops
-        for is_done, is_needed in zip(done, needed, strict=True):
-            flops.needed += size * is_needed
-            flops.in_fp8 += size * is_done
+        flops.needed += size * len(needed)
+        flops.in_fp8 += size * len(done)
     return flops
 
 
@@ -270,43 +271,45 @@ def tokens_of(prepared: Prepared, work: dict[str, Work]) -> float:
     return max((seen.rows for name, seen in work.items() if name not in positions), default=1)
 
 
-def _is_needed(
-    kind: str, trains: bool, seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]
-) -> bool:
-    """Return True if training needs a product that did not run in FP8."""
-    if kind == FPROP:
-        return True
+def _needed_kinds(
+    trains: bool, seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]
+) -> Iterator[str]:
+    """Yield the products of a weight needed by training."""
+    yield FPROP
     if seen is not None and not seen.backward:
-        return False
-    if kind == WGRAD:
-        return trains
-    return (
-        seen.input_gradient if seen is not None else ran is None or ran.wgrad == 0 or DGRAD in high
-    )
+        return
+    if trains:
+        yield WGRAD
+    if seen is None:
+        # beside a wgrad in FP8, a dgrad in use would have been in FP8, too
+        needs_dgrad = ran is None or ran.wgrad == 0 or DGRAD in high
+    else:
+        needs_dgrad = seen.input_gradient
+    if needs_dgrad:
+        yield DGRAD
 
 
-def _read_roots(result: Audit, roots: list[tuple[str, nn.Module, Prepared]]) -> list[Flops]:
-    """Write products, engines and reasons of prepared roots into the audit; return their FLOPs."""
+def _read_roots(result: Audit, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
+    """Write products, engines, reasons and the share of prepared roots into the audit."""
     tokens = max(
         (tokens_of(prepared, prepared.observed.work) for _, _, prepared in roots), default=1
     )
-    flops = []
+    flops = Flops()
+    reasons = {HIGH_PRECISION: result.high_precision, FOREIGN_FP8: result.foreign_fp8}
     for prefix, root, prepared in roots:
         conversion.update_report(root, prepared)
         counts = count_products(root, prepared)
-        flops.append(count_flops(root, prepared, counts, tokens=tokens))
+        part = count_flops(root, prepared, counts, tokens=tokens)
+        flops.needed += part.needed
+        flops.in_fp8 += part.in_fp8
+        result.uncounted += [_joined(prefix, name) for name in part.uncounted]
         for name, module in prepared.compute.converted_layers(root).items():
             result.products[_joined(prefix, name)] = asdict(counts[name])
             result.engine[_joined(prefix, name)] = prepared.compute.engine(module)
-        report = prepared.report
-        result.high_precision |= {
-            _joined(prefix, name): reason for name, reason in report.high_precision.items()
-        }
-        result.foreign_fp8 |= {
-            _joined(prefix, name): reason for name, reason in report.foreign_fp8.items()
-        }
-        result.uncounted += [_joined(prefix, name) for name in flops[-1].uncounted]
-    return flops
+        for product in prepared.report.products:
+            if product.state in reasons:
+                reasons[product.state][_joined(prefix, product.name)] = product.reason
+    result.flops_share = flops.share
 
 
 def _joined(prefix: str, name: str) -> str:

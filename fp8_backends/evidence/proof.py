@@ -12,24 +12,25 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from .. import words
 from ..announcement import announce, logger
-from ..compute.counts import DGRAD, KINDS, WGRAD, ProductCounts
+from ..compute.counts import DGRAD, KINDS, WGRAD
 from ..compute.refusals import refuse_transforms
 from ..convert import conversion
 from ..convert.conversion import Prepared
-from ..convert.weight_products import CONVOLUTION, COUNTED
+from ..convert.weight_products import CONVOLUTION, COUNTED, LINEARS
 from ..errors import FP8BackendError
 from ..recipes.fields import BF16
 from ..recipes.handlers import Recipe
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import EagerHook, is_traced, plain_name
 from ..torch_tools.optimizers import parameter_ids, unwrapped
-from .auditing import count_flops, count_products, stored_dtype
+from .auditing import Flops, count_flops, count_products, stored_dtype
 from .profiling import Layer, ProductProfile, foreign_profiler_runs, give_way
 
 _BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
@@ -97,16 +98,12 @@ class FirstStep:
         self.layers: list[Layer] = []
         """The converted layers, if their backend has no counters."""
         for _, root, prepared in roots:
-            layers = self.compute.converted_layers(root)
             high = self.compute.high_precision_products(prepared.recipe)
             kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
-            uncounted = {
-                name: layer
-                for name, layer in layers.items()
-                if self.compute.products(layer) is None
-            }
             self.layers += [
-                Layer(name, layer, kinds, prepared.profiled) for name, layer in uncounted.items()
+                Layer(name, layer, kinds, prepared.profiled)
+                for name, layer in self.compute.converted_layers(root).items()
+                if self.compute.products(layer) is None
             ]
         self.profile: ProductProfile | None = None
         self.began: nn.Module | None = None
@@ -226,7 +223,7 @@ class FirstStep:
             if root.__dict__.get(conversion.PREPARED) is not prepared:
                 prepared.observed.prove(root)  # restored: nothing left to prove
         if all(prepared.observed.proven for _, _, prepared in self.roots):
-            self._finish([{} for _ in self.roots])  # by another optimizer's step
+            self._finish()  # by another optimizer's step
             return
         if self.profile is not None and self.profile.running:
             self.profile.stop()
@@ -243,10 +240,10 @@ class FirstStep:
             return
         counts = [count_products(root, prepared) for _, root, prepared in self.roots]
         # a step before any forward only sets up optimizer states; compiled forwards are not seen
-        ran = any(_ran(count) for root_counts in counts for count in root_counts.values())
+        ran = any(count.kinds for root_counts in counts for count in root_counts.values())
         if not ran and not self.forward_seen and self.steps == 1:
             return
-        self._finish(counts)
+        self._finish()
 
     def _start_profile(self, begun: nn.Module | None = None) -> bool:
         """Start a profile, and return True if it runs. One begun by a root's forward may contain
@@ -258,7 +255,7 @@ class FirstStep:
             self.profile = profile
         return self.profile is not None
 
-    def _finish(self, counts: list[dict[str, ProductCounts]]) -> None:
+    def _finish(self) -> None:
         roots, self.roots = self.roots, []
         by_shape = self.profile is not None and self.profile.by_shape
         self.layers, self.profile, self.began, self.gradients = [], None, None, []
@@ -267,45 +264,115 @@ class FirstStep:
         if self.forward_seen:
             for hook in self.hooks:
                 hook.remove()
-        for (_, root, prepared), root_counts in zip(roots, counts, strict=True):
-            prepared.observed.first_steps.remove(self)
-            if not prepared.observed.proven:
-                prepared.observed.prove(root)
+        for _, root, prepared in roots:
+            observed = prepared.observed
+            observed.first_steps.remove(self)
+            if not observed.proven:
+                observed.prove(root)
                 conversion.update_report(root, prepared)
-                flops = count_flops(root, prepared, root_counts)
-                prepared.observed.flops = flops.in_fp8, flops.needed
-                state_proof(root, prepared, root_counts, by_shape)
+                observed.proof = read_proof(root, prepared, by_shape)
+                judge(observed.proof, root, prepared)
 
 
-def state_proof(
-    root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False
-) -> None:
+@dataclass
+class Proof:
+    """The FP8 products of a prepared root's first training step. Its text is the proof line."""
+
+    recipe: str
+    """`Prepared.name`."""
+    layers: Counter[str]
+    """Weights in FP8 by noun, such as Linear or experts."""
+    of: Counter[str]
+    """All weights by noun, kinds without an FP8 product included."""
+    flops: Flops
+    products: list[str]
+    """Kinds with FP8 products: fprop, dgrad, wgrad."""
+    engine: str
+    notes: list[str]
+    idle: list[str]
+    """Converted layers without products."""
+    other_wgrad: list[str]
+    """Layers in FP8 with a weight gradient of other products, against the recipe."""
+
+    @property
+    def share(self) -> float:
+        """Return the share of weight FLOPs in FP8, 0 to 1."""
+        return self.flops.share
+
+    def __str__(self) -> str:
+        """Write such as `native:dynamic: 28/29 Linear (beside 2 convolutions), 94 % of weight FLOPs
+        in FP8, fprop dgrad wgrad (bf16-exact)`."""
+        counted = [
+            f"{self.layers[noun]}/{self.of[noun]} {noun}" for noun in COUNTED if self.of[noun]
+        ]
+        others = [
+            words.counted(number, _BESIDE[noun]) if noun in _BESIDE else f"{number} {noun}"
+            for noun, number in self.of.items()
+            if noun not in COUNTED
+        ]
+        layers = ", ".join(counted or ["0/0 Linear"])
+        if others:
+            layers += f" (beside {', '.join(others)})"
+        share = f"{words.share(self.share)} of weight FLOPs in FP8"
+        notes = "; ".join([self.engine, *self.notes])
+        return f"{self.recipe}: {layers}, {share}, {' '.join(self.products)} ({notes})"
+
+
+def read_proof(root: nn.Module, prepared: Prepared, by_shape: bool = False) -> Proof:
+    """Read the products since `prepare`, or of the last profiled step."""
+    recipe, compute = prepared.recipe, prepared.compute
+    layers, counts = compute.converted_layers(root), count_products(root, prepared)
+    ran = [layer for layer, count in counts.items() if count.kinds]
+    nouns = {
+        product.name: "Linear" if product.kind in LINEARS else product.kind
+        for product in prepared.report.products
+    }
+    flops, high = count_flops(root, prepared, counts), compute.high_precision_products(recipe)
+    notes = []
+    if high:
+        notes.append(f"{' '.join(high)} in high precision by recipe")
+    notes += [f"{kind} {word}" for kind, word in (recipe.products or {}).items() if word != BF16]
+    if by_shape:
+        notes.append("compiled, counted by shape")
+    if flops.uncounted:
+        notes.append(f"{words.counted(len(flops.uncounted), CONVOLUTION)} not counted")
+    return Proof(
+        prepared.name,
+        Counter(nouns.get(layer, "Linear") for layer in ran),
+        Counter(nouns.values()),
+        flops,
+        [kind for kind in KINDS if any(kind in count.kinds for count in counts.values())],
+        "+".join(sorted({compute.engine(layers[layer]) for layer in ran})),
+        notes,
+        idle=[layer for layer in counts if layer not in ran],
+        other_wgrad=[
+            layer
+            for layer in ran
+            if WGRAD not in high
+            and not counts[layer].wgrad
+            and layers[layer].weight.grad is not None
+        ],
+    )
+
+
+def judge(proof: Proof, root: nn.Module, prepared: Prepared) -> None:
     """Print the proof line. Raises `FP8BackendError` if nothing ran in FP8, unless
     `on_unproven="warn"`."""
-    name, layers = prepared.recipe.name, prepared.compute.converted_layers(root)
-    ran = {layer: count for layer, count in counts.items() if _ran(count)}
-    if not ran:
-        in_evaluation = prepared.recipe.compute in ("native", "te") and not any(
-            m.training for m in layers.values()
-        )
+    name = prepared.recipe.name
+    if not proof.products:
+        layers = prepared.compute.converted_layers(root).values()
         remedy = "Check that the prepared model is the one that trains, and in training mode"
-        if in_evaluation:
+        if prepared.recipe.compute in ("native", "te") and not any(m.training for m in layers):
             remedy = "They are in evaluation mode, and multiply in high precision: call model.train() before training"
-        in_none = f"in none of {words.counted(len(counts), 'converted layer')}"
+        in_none = f"in none of {words.counted(len(proof.idle), 'converted layer')}"
         message = f"{name}: no FP8 product ran in the first training step, {in_none}. {remedy}"
         return refuse_unproven(message, prepared.recipe)
-    if idle := [layer for layer in counts if layer not in ran]:
-        logger.warning("%s: layers without products: %s", name, words.listed(idle))
-    if WGRAD not in prepared.compute.high_precision_products(prepared.recipe):
-        other = [
-            name
-            for name, count in ran.items()
-            if not count.wgrad and layers[name].weight.grad is not None
-        ]
-        if other:
-            message = "%s: layers whose weight gradient did not come from an FP8 product: %s"
-            logger.warning(message, name, words.listed(other))
-    announce(proof_line(root, prepared, counts, by_shape))
+    if proof.idle:
+        logger.warning("%s: layers without products: %s", name, words.listed(proof.idle))
+    if proof.other_wgrad:
+        message = "%s: layers whose weight gradient did not come from an FP8 product: %s"
+        logger.warning(message, name, words.listed(proof.other_wgrad))
+    announce(str(proof))
 
 
 def refuse_unproven(message: str, recipe: Recipe) -> None:
@@ -313,52 +380,3 @@ def refuse_unproven(message: str, recipe: Recipe) -> None:
     if recipe.on_unproven == "raise":
         raise FP8BackendError(f'{message}; on_unproven="warn" trains on regardless')
     warnings.warn(message, stacklevel=3)
-
-
-def proof_line(
-    root: nn.Module, prepared: Prepared, counts: dict[str, ProductCounts], by_shape: bool = False
-) -> str:
-    """Write such as `native:dynamic: 28/29 Linear, 94 % of weight FLOPs in FP8, fprop dgrad wgrad
-    (bf16-exact)`."""
-    kind_of = {product.name: product.kind for product in prepared.report.products}
-    ran = [layer for layer, count in counts.items() if _ran(count)]
-    flops = count_flops(root, prepared, counts)
-    share = words.share(flops.in_fp8 / flops.needed if flops.needed else 0.0)
-    kinds = [kind for kind in KINDS if any(getattr(count, kind) for count in counts.values())]
-    layers = prepared.compute.converted_layers(root)
-    engines = sorted({prepared.compute.engine(layers[layer]) for layer in ran})
-    high = prepared.compute.high_precision_products(prepared.recipe)
-    notes = "+".join(engines) + (f"; {' '.join(high)} in high precision by recipe" if high else "")
-    notes += "".join(
-        f"; {kind} {word}"
-        for kind, word in (prepared.recipe.products or {}).items()
-        if word != BF16
-    )
-    notes += "; compiled, counted by shape" if by_shape else ""
-    notes += (
-        f"; {words.counted(len(flops.uncounted), CONVOLUTION)} not counted"
-        if flops.uncounted
-        else ""
-    )
-    layers_in_fp8 = _counted(
-        [kind_of.get(layer, "Linear") for layer in ran], Counter(kind_of.values())
-    )
-    return f"{prepared.name}: {layers_in_fp8}, {share} of weight FLOPs in FP8, {' '.join(kinds)} ({notes})"
-
-
-def _counted(ran: list[str], kinds: Counter[str]) -> str:
-    """Write such as `28/29 Linear, 4/4 experts (beside 2 convolutions)`, from the kinds in FP8 and
-    of all."""
-    parts, beside = [], dict(kinds)
-    for title, counted in COUNTED.items():
-        if number := sum(beside.pop(kind, 0) for kind in counted):
-            parts.append(f"{sum(kind in counted for kind in ran)}/{number} {title}")
-    others = [
-        words.counted(number, _BESIDE[kind]) if kind in _BESIDE else f"{number} {kind}"
-        for kind, number in beside.items()
-    ]
-    return ", ".join(parts or ["0/0 Linear"]) + (f" (beside {', '.join(others)})" if others else "")
-
-
-def _ran(count: ProductCounts) -> bool:
-    return any(getattr(count, kind) for kind in KINDS)

@@ -102,16 +102,26 @@ CHIP_RULES = (
 )
 
 
-def _te_is_refused(*notes: str, names_cuda: bool = False) -> Callable[[Setup], bool | str]:
+def _te_is_refused(notes: tuple[str, ...]) -> Callable[[Setup], bool | str]:
     """Match an NVIDIA GPU that refuses TransformerEngine's products for one of these reasons."""
     return lambda s: (
         bool(s.machine.capabilities)
         and s.recipe.compute == "te"
         and s.state == REFUSED
         and s.cell.note in notes
-        and (not names_cuda or f"CUDA {release(s.machine.cuda)}")
+        # a cell with another state is refused for its release of CUDA
+        and (s.cell.state == REFUSED or f"CUDA {release(s.machine.cuda)}")
     )
 
+
+_TE_REFUSALS = {
+    "te_before_fp8": ("te-8.9",),
+    "te_ada_libraries": ("ada",),
+    "te_block_chip": ("block-9.0",),
+    "te_block_cuda": ("block-cuda", "block-blackwell"),
+    "te_mxfp8_chip": ("mxfp8",),
+}
+"""Notes by rule; the first explains."""
 
 TE_RULES = (
     error(
@@ -119,15 +129,7 @@ TE_RULES = (
         lambda s: s.recipe.compute == "te" and not s.machine.capabilities,
         *NOTES["te-nvidia"],
     ),
-    error("te_before_fp8", _te_is_refused("te-8.9"), *NOTES["te-8.9"]),
-    error("te_ada_libraries", _te_is_refused("ada", names_cuda=True), *NOTES["ada"]),
-    error("te_block_chip", _te_is_refused("block-9.0"), *NOTES["block-9.0"]),
-    error(
-        "te_block_cuda",
-        _te_is_refused("block-cuda", "block-blackwell", names_cuda=True),
-        *NOTES["block-cuda"],
-    ),
-    error("te_mxfp8_chip", _te_is_refused("mxfp8"), *NOTES["mxfp8"]),
+    *(error(name, _te_is_refused(notes), *NOTES[notes[0]]) for name, notes in _TE_REFUSALS.items()),
     error(
         "te_backward_in_high_precision",
         lambda s: s.recipe.compute == "te" and bool(s.machine.backward_override),

@@ -1,7 +1,6 @@
 """Limits of engines, of ranks, and of the compilers and optimizers that train with them."""
 
 from ..comm.ddp import HOOK_AT_A_LEVEL
-from ..compute import chips
 from ..compute.frozen_weights import SHARDED
 from ..recipes.fields import ONE_SCALE
 from ..words import listed
@@ -267,7 +266,7 @@ COMPILATION_RULES = (
         "checkpointing_ada",
         lambda s: (
             bool(s.activation_checkpointing)
-            and s.machine.chip is chips.ADA
+            and s.machine.chip.key == "ada"
             and s.recipe.scaling in ONE_SCALE
             and s.recipe.name
         ),

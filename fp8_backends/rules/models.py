@@ -5,7 +5,7 @@ Source of the least share: Accelerate's documentation of TransformerEngine.
 """
 
 from ..compute.frozen_weights import TRAINS
-from ..compute.rates import TOKENS, linear_gain, rates_of
+from ..compute.rates import TOKENS, linear_gain
 from ..convert import quantized_layers
 from ..recipes.handlers import Recipe
 from ..words import listed, share
@@ -16,7 +16,7 @@ MODEST_GAIN = 1.25
 
 def _gain(setup: Setup, least: float, end: float) -> str:
     """Name the predicted gain of the layers in FP8 if it lies between two bounds."""
-    recipe, chip = setup.recipe, rates_of(setup.machine.chip)
+    recipe, chip = setup.recipe, setup.machine.chip.rates
     if chip is None or not setup.linear_sizes:
         return ""
     gain = linear_gain(setup.linear_sizes, recipe.compute, recipe.scaling, chip)

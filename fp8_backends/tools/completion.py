@@ -19,7 +19,7 @@ _FILES = ("file", "output", "out", "text", "target", "config_file", "training_sc
 
 def backend_strings() -> list[str]:
     """Return the common backend strings: each rule of scaling, each level, and `auto`."""
-    rules = [name for names in chips.TABLE for name in names if name != "msamp"]
+    rules = [name for names in chips.DEFAULTS for name in names if name != "msamp"]
     return ["auto", *rules, *(f"msamp:O{level}" for level in (1, 2, 3, 4)), "te+msamp:O2"]
 
 

@@ -16,7 +16,7 @@ import torch
 
 from .. import __version__
 from ..compute import chips, hardware, registry
-from ..compute.rates import CHIPS, Rates, pays_from, rates_of
+from ..compute.rates import Rates, pays_from
 from ..compute.te.backend import REINSTALL
 from ..errors import FP8BackendError
 from ..words import share
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         advice = chips.advice_for(product.gpu, cpu_bf16=hardware.cpu_bf16())._asdict()
         report = {"name": product.name, "advice": advice, "chip": chips.described(product.chip)}
         rows = [
-            _advice(advice, CHIPS.get(product.name) or rates_of(product.chip)),
+            _advice(advice, product.rates or product.chip.rates),
             *_chip(report["chip"]),
         ]
         print(json.dumps(report, indent=1) if args.json else paragraphs(rows))
@@ -64,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
         every_chip = [chips.described(chip) for chip in chips.CHIPS]
         print(json.dumps({**diagnosis(not args.no_test), "chips": every_chip}, indent=1))
     elif args.chips:
-        notes = [
-            (f"({number})", str(chips.NOTES[key])) for key, number in chips.numbered_notes().items()
-        ]
+        notes = [(f"({number})", str(note)) for number, note in enumerate(chips.NOTES.values(), 1)]
         legend = paragraphs([*(("", line) for line in chips.legend()), *notes], label_width=4)
         print(f"{table(chips.rows(), justify='left')}\n\n{legend}")
     else:
@@ -200,7 +198,7 @@ def _machine(report: dict[str, Any]) -> Lines:
             f"{name} {version or 'not installed'}" for name, version in report["versions"].items()
         ),
     )
-    yield _advice(report["advice"], rates_of(hardware.chip()))
+    yield _advice(report["advice"], hardware.chip().rates)
     yield "auto", f"means {report['auto']['backend']} here: {report['auto']['reason']}"
 
 

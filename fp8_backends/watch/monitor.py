@@ -332,8 +332,9 @@ class Sample:
 def _share(watched: list[Watched]) -> float | None:
     """Return the share of the first step's weight FLOPs in FP8, as in the proof line; None before
     the proof."""
-    in_fp8, needed = map(sum, zip(*(each.prepared.observed.flops for each in watched), strict=True))
-    return round(in_fp8 / needed, 6) if needed else None
+    flops = [proof.flops for each in watched if (proof := each.prepared.observed.proof)]
+    needed = sum(part.needed for part in flops)
+    return round(sum(part.in_fp8 for part in flops) / needed, 6) if needed else None
 
 
 def _entry(numbers: Statistics, stored: bool) -> dict[str, Any]:

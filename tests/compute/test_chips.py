@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import fp8_backends
 from fp8_backends.compute import chips, registry
 from fp8_backends.compute.chips import (
     CHIPS,
+    DEFAULTS,
     EMULATED,
     FP8,
     REFUSED,
-    TABLE,
+    Chip,
     advice_for,
     cell_of,
     chip_of,
@@ -19,7 +22,7 @@ from fp8_backends.compute.chips import (
 
 
 def test_table_has_one_row_per_backend_and_one_cell_per_chip():
-    backends = [backend for row in TABLE for backend in row]
+    backends = [backend for row in DEFAULTS for backend in row]
     strings = [
         f"{name}:{scaling}"
         for name in registry.BUILT_IN
@@ -29,8 +32,11 @@ def test_table_has_one_row_per_backend_and_one_cell_per_chip():
     assert all(
         fp8_backends.resolve(backend).name == backend for backend in backends if backend != "msamp"
     )
-    cells = [cell for row in TABLE.values() for cell in row.values()]
-    assert {cell.note for cell in cells} - {""} == chips.NOTES.keys()
+    cells = [chip.table[row] for row in DEFAULTS for chip in CHIPS]
+    notes = dict.fromkeys(cell.note for cell in cells if cell.note)
+    assert list(notes) == list(chips.NOTES), "numbered in the order of the table"
+    known = {row[0] for row in DEFAULTS}
+    assert all(chip.cells.keys() <= known for chip in CHIPS)
     assert all(cell.note for cell in cells if cell.state == REFUSED), "a refusal has a reason"
 
 
@@ -52,13 +58,24 @@ def test_gpu_names_map_to_chips(gpu, key):
     assert chip_of(gpu).key == key
 
 
+def test_a_chip_is_one_row_with_defaults(monkeypatch):
+    new = Chip("mi450", "MI450", "gfx12.5", "gfx1250")
+    monkeypatch.setattr(chips, "CHIPS", (*CHIPS, new))
+    assert chip_of("gfx1250:sramecc+") is new and new.fp8
+    assert cell_of("native:rowwise", new).state == FP8
+    assert cell_of("te:delayed", new).note == "te-nvidia"
+    assert cell_of("native:mxfp8", new).state == EMULATED
+    header, *rows = chips.rows()
+    assert header[-1] == "MI450" and {len(row) for row in rows} == {len(header)}
+
+
 def test_chips_with_fp8_matrix_units():
     without = [chip.key for chip in CHIPS if not chip.fp8]
     assert without == ["cpu", "before-fp8"]
 
 
 def test_older_cuda_build_limits_chip():
-    blocks, te_blocks = (cell_of(f"{name}:blockwise", chips.HOPPER) for name in ("native", "te"))
+    blocks, te_blocks = (cell_of(f"{name}:blockwise", chip_of((9, 0))) for name in ("native", "te"))
     assert [blocks.state_with(cuda) for cuda in ((12, 8), (12, 9), (13, 0), None)] == [
         EMULATED,
         FP8,
@@ -66,12 +83,12 @@ def test_older_cuda_build_limits_chip():
         FP8,
     ]
     assert [te_blocks.state_with(cuda) for cuda in ((12, 8), (12, 9))] == [REFUSED, FP8]
-    assert cell_of("te:delayed", chips.ADA).state_with((12, 0)) == REFUSED
-    assert cell_of("mine:delayed", chips.HOPPER) is None
+    assert cell_of("te:delayed", chip_of((8, 9))).state_with((12, 0)) == REFUSED
+    assert cell_of("mine:delayed", chip_of((9, 0))) is None
 
 
 def test_mxfp8_on_rtx_blackwell_needs_the_reported_torch():
-    cell = cell_of("native:mxfp8", chips.RTX_BLACKWELL)
+    cell = cell_of("native:mxfp8", chip_of((12, 0)))
     releases = [
         ((13, 0), (2, 14)),
         ((13, 2), (2, 15)),
@@ -81,7 +98,7 @@ def test_mxfp8_on_rtx_blackwell_needs_the_reported_torch():
     ]
     assert [cell.state_with(*each) for each in releases] == [FP8, FP8, FP8, EMULATED, EMULATED]
     assert cell.state_with(None, (2, 13)) == EMULATED
-    assert cell_of("te:mxfp8", chips.RTX_BLACKWELL).state == REFUSED
+    assert cell_of("te:mxfp8", chip_of((12, 0))).state == REFUSED
 
 
 @pytest.mark.parametrize(
@@ -113,22 +130,22 @@ def test_recommended_precision_for_each_gpu(gpu, te, precision, backend, reason)
 
 
 def test_advice_is_native_for_chips_with_recorded_training(monkeypatch):
-    assert chips.NATIVE_RECORDS == (chips.HOPPER.key,)
+    assert [chip.key for chip in CHIPS if chip.native_recorded] == ["hopper"]
     assert (
         advice_for((9, 0)).backend == "native:dynamic"
         and advice_for((10, 0)).backend == "ao:tensorwise"
     )
-    monkeypatch.setattr(chips, "NATIVE_RECORDS", ())
+    none = [dataclasses.replace(chip, native_recorded=False) for chip in CHIPS]
+    monkeypatch.setattr(chips, "CHIPS", none)
     assert advice_for((9, 0)).backend == "ao:tensorwise"
 
 
 def test_chip_is_found_by_any_alias():
     assert {product.chip for product in chips.PRODUCTS.values()} == {*CHIPS}
     assert all(chips.product_named(chip.key).chip is chip for chip in CHIPS)
-    assert (
-        chips.product_named("RTX 4090").chip is chips.ADA
-        and chips.product_named("mi300x").chip is chips.MI300
-    )
+    assert chips.product_named("RTX 4090").chip is chip_of((8, 9)) and chips.product_named(
+        "mi300x"
+    ).chip is chip_of("gfx942")
     assert chips.product_named("A100_40").gib == 40 and chips.product_named("cpu").gpu is None
     with pytest.raises(
         fp8_backends.RecipeError, match="chip 'h10' is not known .did you mean 'h100'.*mi350x"

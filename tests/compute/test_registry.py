@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import pytest
@@ -137,8 +138,8 @@ def test_prepare_refuses_unavailable_backends(spec, monkeypatch):
     assert type(model) is nn.Linear
 
 
-@pytest.mark.parametrize("chip", [chips.HOPPER, chips.ADA, chips.MI350], ids=lambda chip: chip.key)
-def test_auto_takes_a_proven_backend_on_a_gpu(chip, monkeypatch):
+@pytest.mark.parametrize("gpu", [(9, 0), (8, 9), "gfx950"])
+def test_auto_takes_a_proven_backend_on_a_gpu(gpu, monkeypatch):
     """te if it can run, native if a training by it is on record, else ao; native on a GPU without
     FP8 products."""
 
@@ -150,22 +151,26 @@ def test_auto_takes_a_proven_backend_on_a_gpu(chip, monkeypatch):
             type(registry.get_compute(name)), "availability", lambda self: Availability(answer)
         )
 
-    monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chip)
+    def present(chip):
+        monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chip)
+
+    recorded, unrecorded = (
+        dataclasses.replace(chips.chip_of(gpu), native_recorded=known) for known in (True, False)
+    )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     can_run("te", False)  # installed, but not run by this version
-    monkeypatch.setattr(chips, "NATIVE_RECORDS", ())
+    present(unrecorded)
     assert backend() == "ao" and "no training by native" in registry.auto_choice().reason
     assert registry.auto_choice(lambda name: False).backend == "native"
-    monkeypatch.setattr(chips, "NATIVE_RECORDS", (chip.key,))
+    present(recorded)
     assert backend() == "native" and "on record" in registry.auto_choice().reason
-    monkeypatch.setattr(chips, "NATIVE_RECORDS", (chips.BLACKWELL.key,))
-    assert backend() == "ao"
+    present(unrecorded)
     can_run("ao", False)
     assert backend() == "native" and "neither" in registry.auto_choice().reason
     can_run("te", True)
     assert backend() == "te"
     for without in (chips.CPU, chips.BEFORE_FP8):
-        monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda without=without: without)
+        present(without)
         assert backend() == "native"
 
 

@@ -40,8 +40,8 @@ def chip_table() -> str:
     )
     sentences = [*(each[0].upper() + each[1:] + "." for each in chips.legend()), install]
     notes = "\n".join(
-        textwrap.fill(f"{n}. {chips.NOTES[key]}", WIDTH, subsequent_indent=" " * len(f"{n}. "))
-        for key, n in chips.numbered_notes().items()
+        textwrap.fill(f"{n}. {note}", WIDTH, subsequent_indent=" " * len(f"{n}. "))
+        for n, note in enumerate(chips.NOTES.values(), 1)
     )
     return "\n\n".join([simple_table(rows), textwrap.fill(" ".join(sentences), WIDTH), notes])
 
@@ -131,8 +131,11 @@ def limits() -> str:
     """Return the published limits of chips."""
     header = ["chip", "bf16, TFLOP/s", "FP8", "memory, TB/s", "link, GB/s", "network", "source"]
     units = (1e12, 1e12, 1e12, 1e9, 1e9)
+    known = [product for product in chips.SOLD.values() if product.rates]
+    # the fastest network first; chips with equal links by memory
+    known.sort(key=lambda product: (-product.rates.network, product.rates.link, -product.gib))
     rows = [[name, *(f"{x / unit:.4g}" for x, unit in zip(each, units, strict=False)), escaped(each.source)]
-            for name, each in rates.CHIPS.items()]  # fmt: skip
+            for name, _, _, each in known]  # fmt: skip
     return simple_table([header, *rows])
 
 

@@ -83,14 +83,14 @@ def test_the_tree_has_each_chip_once_with_its_advice():
     )
     for each in of_chips:
         for chip in (chip for chip in chips.CHIPS if chip.key in each.chips):
-            advice = chips.advice_for(chip.architecture or chip.since, cpu_bf16=True)
+            advice = chips.advice_for(chip.gpu, cpu_bf16=True)
             assert (advice.precision == "fp8") == (each.take == ""), chip.key
             if not each.take:
                 installed, without = of_te
                 assert advice.backend in f"{without.take} {without.reason}", chip.key
                 emulates = chips.cell_of("native:dynamic", chip).state != chips.FP8
                 assert emulates == (f"({chip.title} emulates it)" in without.reason), chip.key
-                with_te = chips.advice_for(chip.architecture or chip.since, te_runs=True)
+                with_te = chips.advice_for(chip.gpu, te_runs=True)
                 assert not chip.te_backend or with_te.backend.split(":")[0] == installed.take
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import logging
 import pickle
 import re
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -98,12 +100,61 @@ def test_only_the_main_process_speaks(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_sentence():
+    whole = proof.Proof(
+        recipe="native:dynamic + 2 layers bf16",
+        layers=Counter({"Linear": 28, "experts": 4}),
+        of=Counter(
+            {
+                "convolution": 2,
+                "Linear": 29,
+                "parameter": 1,
+                "FP8Linear of transformers": 14,
+                "experts": 4,
+            }
+        ),
+        flops=auditing.Flops(94, 100),
+        format="FP8",
+        products=["fprop", "dgrad", "wgrad"],
+        engine="bf16-exact+scaled_mm",
+        notes=["compiled, counted by shape", "2 convolutions not counted"],
+        idle=["last"],
+        other_wgrad=[],
+    )
+    assert str(whole) == (
+        "native:dynamic + 2 layers bf16: 28/29 Linear, 4/4 experts (beside 2 convolutions, 1 other "
+        "weight, 14 FP8Linear of transformers), 94 % of weight FLOPs in FP8, fprop dgrad wgrad "
+        "(bf16-exact+scaled_mm; compiled, counted by shape; 2 convolutions not counted)"
+    )
+    none = dataclasses.replace(whole, layers=Counter(), of=Counter({"convolution": 1}), notes=[])
+    assert str(none).startswith(
+        "native:dynamic + 2 layers bf16: 0/0 Linear (beside 1 convolution), 94 %"
+    )
+
+
+def proof_of(model):
+    """Return the proof of a prepared model, or None."""
+    ((_, _, prepared),) = conversion.prepared_roots(model)
+    return prepared.observed.proof
+
+
+def is_whole(model, layers=3):
+    """Return True if all Linears are proven, with all their products."""
+    found = proof_of(model)
+    return (
+        found is not None
+        and found.layers == found.of == {"Linear": layers}
+        and found.share == 1
+        and found.products == ["fprop", "dgrad", "wgrad"]
+    )
+
+
 def counts(model):
     return auditing.audit(model).products
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["one optimizer", "one for each parameter"])
-def test_steps_inside_backward_are_proven_and_stop_the_profiler(each, capfd):
+def test_steps_inside_backward_are_proven_and_stop_the_profiler(each):
     """A profiler stopped inside a backward would stay on, and record every operator."""
     torch.manual_seed(0)
     model = Net()
@@ -121,14 +172,12 @@ def test_steps_inside_backward_are_proven_and_stop_the_profiler(each, capfd):
     for _ in range(3):
         backward(model)
     assert not torch._C._autograd._profiler_enabled()
-    assert capfd.readouterr().err.startswith(
-        "ao:tensorwise: 3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wg"
-    )
+    assert is_whole(model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_step_inside_backward_waits_for_all_gradients(compiled, capfd):
+def test_step_inside_backward_waits_for_all_gradients(compiled):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
@@ -141,7 +190,9 @@ def test_step_inside_backward_waits_for_all_gradients(compiled, capfd):
     forward = torch.compile(model, backend="eager") if compiled else model
     for _ in range(2):
         backward(forward)
-    assert "3/4 Linear, 75 % of weight FLOPs in FP8, fprop dgrad wgrad" in capfd.readouterr().err
+    found = proof_of(model)
+    assert (found.layers["Linear"], found.of["Linear"], found.share) == (3, 4, 0.75)
+    assert found.products == ["fprop", "dgrad", "wgrad"]
 
 
 def test_products_of_another_model_prove_nothing():
@@ -166,21 +217,23 @@ def test_products_are_attributed_to_their_layers(microbatches):
     }
 
 
-def test_high_precision_wgrad_is_not_counted(capfd):
+def test_high_precision_wgrad_is_not_counted():
     model, optimizer = prepared("ao:rowwise_with_gw_hp")
     step(model, optimizer)
     assert all((c["fprop"], c["dgrad"], c["wgrad"]) == (1, 1, 0) for c in counts(model).values())
-    assert (
-        "67 % of weight FLOPs in FP8, fprop dgrad (ao; wgrad in high precision by recipe)"
-        in capfd.readouterr().err
-    )
+    found = proof_of(model)
+    assert found.share == pytest.approx(2 / 3) and found.products == ["fprop", "dgrad"]
+    assert found.engine == "ao" and found.notes == ["wgrad in high precision by recipe"]
 
 
-def test_configured_high_precision_products_are_accepted(capfd, caplog):
+def test_configured_high_precision_products_are_accepted():
     spec = recipes.FP8RecipeKwargs(backend="native", override_linear_precision=(True, False, True))
-    step(*prepared(spec))
-    assert not caplog.records
-    assert "3/3 Linear, 33 % of weight FLOPs in FP8, dgrad (" in capfd.readouterr().err
+    model, optimizer = prepared(spec)
+    step(model, optimizer)
+    found = proof_of(model)
+    assert not found.idle and not found.other_wgrad
+    assert found.layers == {"Linear": 3} and found.products == ["dgrad"]
+    assert found.share == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
@@ -193,21 +246,21 @@ def test_recomputed_products_are_counted_separately(kind, spec):
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
-def test_a_single_layer_is_proven(spec, capfd):
+def test_a_single_layer_is_proven(spec):
     layer = nn.Linear(32, 16)
     layer, optimizer = preparation.prepare(layer, torch.optim.AdamW(layer.parameters()), spec)
     step(layer, optimizer)
-    assert "1/1 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad" in capfd.readouterr().err
+    assert is_whole(layer, layers=1)
 
 
 @pytest.mark.parametrize("emulate", [False, True], ids=["own products", "emulated"])
-def test_dispatch_mode_around_first_step_hides_no_product(emulate, capfd):
+def test_dispatch_mode_around_first_step_hides_no_product(emulate):
     from torchao.float8 import Float8LinearConfig
 
     model, optimizer = prepared(recipes.AORecipeKwargs(config=Float8LinearConfig(emulate=emulate)))
     with FlopCounterMode(display=False):
         step(model, optimizer)
-    assert "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad" in capfd.readouterr().err
+    assert is_whole(model)
     for found in counts(model).values():
         assert found == {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}
 
@@ -219,35 +272,28 @@ def test_a_compiled_part_is_counted_in_the_second_step(capfd):
     model, optimizer = prepared()
     model.last.compile(backend="aot_eager")
     step(model, optimizer)
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "" and proof_of(model) is None
     step(model, optimizer)
-    assert (
-        "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (ao; compiled"
-        in capfd.readouterr().err
-    )
+    assert is_whole(model) and proof_of(model).notes == ["compiled, counted by shape"]
 
 
 @pytest.mark.parametrize("tokens", [24, 32], ids=["shapes differ", "shapes coincide"])
-def test_compiled_steps_count_like_eager_steps(tokens, capfd):
+def test_compiled_steps_count_like_eager_steps(tokens):
     torch._dynamo.reset()
     model, optimizer = prepared()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     step(compiled, optimizer, tokens=tokens)
     # a compiled forward cannot start the profiler: the next step is profiled
-    assert capfd.readouterr().err == ""
+    assert proof_of(model) is None
     step(compiled, optimizer, tokens=tokens)
-    line = capfd.readouterr().err
-    assert (
-        "3/3 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad (ao; compiled, counted by "
-        "shape)" in line
-    )
+    assert is_whole(model) and proof_of(model).notes == ["compiled, counted by shape"]
     eager, optimizer = prepared()
     step(eager, optimizer, tokens=tokens)
     assert counts(model) == counts(eager)
 
 
 @pytest.mark.slow
-def test_individually_compiled_layers_share_code_during_proof(capfd):
+def test_individually_compiled_layers_share_code_during_proof():
     """Dynamo compiles a function at most eight times: with a separate hook in each layer, the ninth
     would run eagerly."""
     torch._dynamo.reset()
@@ -262,7 +308,7 @@ def test_individually_compiled_layers_share_code_during_proof(capfd):
         step(model, optimizer)
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
     assert made <= 2  # with the hooks and, after the proof, without them
-    assert "10/10 Linear" in capfd.readouterr().err
+    assert is_whole(model, layers=10)
 
 
 @pytest.mark.slow
@@ -311,18 +357,19 @@ def test_no_product_at_all_warns_if_configured(spec):
         step(model, optimizer)
 
 
-def test_step_before_any_forward_defers_the_proof(capfd):
+def test_step_before_any_forward_defers_the_proof():
     model, optimizer = prepared("native:dynamic")
     optimizer.step()  # as checkpoint loaders do to create optimizer states
-    assert capfd.readouterr().err == ""
+    assert proof_of(model) is None
     step(model, optimizer)
-    assert "3/3 Linear" in capfd.readouterr().err
+    assert is_whole(model)
 
 
 def test_idle_layers_are_named(caplog):
     model, optimizer = prepared("native:dynamic")
     model.run = lambda x: model.second(model.first(x))
     step(model, optimizer)
+    assert proof_of(model).idle == ["last"]
     assert "layers without products: last" in caplog.text
 
 
@@ -332,18 +379,19 @@ def test_foreign_weight_gradient_is_named(caplog):
         model.second(model.first(x).detach()) + F.linear(x, model.first.weight)
     )
     step(model, optimizer)
+    assert proof_of(model).other_wgrad == ["first"]
     assert "did not come from an FP8 product: first" in caplog.text
 
 
-def test_another_profiler_delays_the_proof(caplog, capfd):
+def test_another_profiler_delays_the_proof(caplog):
     model, optimizer = prepared()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         step(model, optimizer)
         step(model, optimizer)
-    assert caplog.text.count("another profiler is active") == 1
+    assert caplog.text.count("another profiler is active") == 1 and proof_of(model) is None
     step(model, optimizer)
     step(model, optimizer)
-    assert "3/3 Linear" in capfd.readouterr().err
+    assert is_whole(model)
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
@@ -355,7 +403,8 @@ def test_two_models_with_two_optimizers_are_proven_separately(spec, capfd):
         second.step()
         first.zero_grad()
         second.zero_grad()
-    assert capfd.readouterr().err.count("3/3 Linear") == 2
+    assert capfd.readouterr().err.count("weight FLOPs") == 2
+    assert is_whole(one) and is_whole(two)
     assert all(
         found["fprop"] and found["wgrad"]
         for model in (one, two)
@@ -373,7 +422,8 @@ def test_two_models_with_one_optimizer_are_proven_together(spec, capfd):
     optimizer_steps.watch_optimizer([one, two], optimizer, recipe)
     (one(torch.randn(8, 32)) + two(torch.randn(8, 32))).sum().backward()
     optimizer.step()
-    assert capfd.readouterr().err.count("3/3 Linear") == 2
+    assert capfd.readouterr().err.count("weight FLOPs") == 2
+    assert is_whole(one) and is_whole(two)
 
 
 @pytest.mark.parametrize("when", ["before the step", "inside the step"])
@@ -389,17 +439,18 @@ def test_model_and_optimizer_copy_and_pickle_before_proof(spec, when, capfd):
         step(other, own_optimizer)
     assert capfd.readouterr().err == ""  # a copy is another model, unwatched
     optimizer.step()
-    assert capfd.readouterr().err.count("3/3 Linear") == 1
+    assert capfd.readouterr().err.count("weight FLOPs") == 1 and is_whole(model)
     assert not model._forward_pre_hooks and not model.first._forward_hooks
 
 
-def test_abandoned_model_releases_the_profiler(capfd):
+def test_abandoned_model_releases_the_profiler():
     given_up, _ = prepared()
     for _ in range(3):
         # forwards without a backward, such as an evaluation that records gradients
         given_up(torch.randn(8, 32))
-    step(*prepared())
-    assert "3/3 Linear" in capfd.readouterr().err
+    model, optimizer = prepared()
+    step(model, optimizer)
+    assert is_whole(model)
     other = prepared()
     other[0](torch.randn(8, 32))
     del other, given_up
@@ -448,10 +499,10 @@ def test_model_restored_before_first_step_needs_no_proof(spec, after_forward, ca
     )
     preparation.prepare(model, optimizer, "native:delayed")
     step(model, optimizer)
-    assert "native:delayed: 3/3 Linear" in capfd.readouterr().err
+    assert is_whole(model) and proof_of(model).recipe == "native:delayed"
 
 
-def test_failed_first_step_releases_profiled_weights(capfd):
+def test_failed_first_step_releases_profiled_weights():
     """Storing a weight swaps its tensor, and needs the only reference."""
     failed, optimizer = prepared("ao")
     failed(torch.randn(8, 32))  # and no later step: an error, with its model still alive
@@ -461,8 +512,7 @@ def test_failed_first_step_releases_profiled_weights(capfd):
     step(new, own_optimizer)
     step(failed, optimizer)
     step(failed, optimizer)
-    lines = capfd.readouterr().err
-    assert "msamp:O2: 3/3 Linear" in lines and "ao:tensorwise: 3/3 Linear" in lines
+    assert is_whole(new) and is_whole(failed)
 
 
 def test_profiling_changes_no_bit():
@@ -479,18 +529,18 @@ def test_profiling_changes_no_bit():
     )
 
 
-def test_forwards_without_a_step_do_not_count(capfd):
+def test_forwards_without_a_step_do_not_count():
     model, optimizer = prepared("ao:tensorwise")
     for _ in range(3):
         backward(model)
         optimizer.zero_grad()
     step(model, optimizer)
-    assert "3/3 Linear" in capfd.readouterr().err
+    assert is_whole(model)
     products = auditing.audit(model).products  # only of the last forward and its backward
     assert {count["fprop"] for count in products.values()} == {1}
 
 
-def test_failed_forward_ends_profile_and_later_step_proves(capfd):
+def test_failed_forward_ends_profile_and_later_step_proves():
     model, optimizer = prepared("ao:tensorwise")
     failing = model.last.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -501,20 +551,20 @@ def test_failed_forward_ends_profile_and_later_step_proves(capfd):
         torch.ones(1).add_(1)
     assert any("add_" in event.name for event in profiler.function_events)
     step(model, optimizer)
-    assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
+    assert is_whole(model)
 
 
-def test_a_model_without_outputs_is_proven(capfd):
+def test_a_model_without_outputs_is_proven():
     model, optimizer = prepared("ao:tensorwise")
     run = model.run
     model.run = lambda x: setattr(model, "loss", run(x).square().sum())
     model(torch.randn(24, 32))
     model.loss.backward()
     optimizer.step()
-    assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
+    assert is_whole(model)
 
 
-def test_proof_waits_for_foreign_profiler(capfd):
+def test_proof_waits_for_foreign_profiler():
     model, optimizer = prepared("ao:tensorwise")
     backward(model)  # the proof's profile runs
     assert torch._C._autograd._profiler_enabled()
@@ -523,9 +573,9 @@ def test_proof_waits_for_foreign_profiler(capfd):
         for _ in range(2):
             step(model, optimizer)
             assert not torch._C._autograd._profiler_enabled()
-    assert "3/3 Linear" not in capfd.readouterr().err
+    assert proof_of(model) is None
     step(model, optimizer)
     step(model, optimizer)
-    assert "ao:tensorwise: 3/3 Linear" in capfd.readouterr().err
+    assert is_whole(model)
     with proof.profiler_elsewhere([model]):
         step(model, optimizer)  # proven already

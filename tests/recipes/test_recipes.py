@@ -169,10 +169,10 @@ def test_auto_is_native_without_te_and_recommends_bf16(monkeypatch, caplog):
         assert "bf16" in caplog.text
 
 
-@pytest.mark.parametrize("recorded, name", [((), "ao:tensorwise"), (("hopper",), "native:dynamic")])
+@pytest.mark.parametrize("recorded, name", [(False, "ao:tensorwise"), (True, "native:dynamic")])
 def test_auto_reports_its_choice_on_a_gpu_in_one_line(recorded, name, monkeypatch, caplog):
-    monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.HOPPER)
-    monkeypatch.setattr(chips, "NATIVE_RECORDS", recorded)
+    chip = dataclasses.replace(chips.chip_of((9, 0)), native_recorded=recorded)
+    monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chip)
     with caplog.at_level(logging.INFO, "fp8_backends"):
         assert resolve().name == name
     (record,) = caplog.records
@@ -186,10 +186,10 @@ def test_auto_reports_its_choice_on_a_gpu_in_one_line(recorded, name, monkeypatc
 def test_auto_chooses_a_compute_reading_the_fields(monkeypatch):
     """Fields read only by native select native, even without a recorded native training; fields
     only of ao, ao."""
-    monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.HOPPER)
+    monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.chip_of((9, 0)))
     assert resolve(FP8RecipeKwargs(scaling="rowwise")).name == "native:rowwise"
     assert resolve(FP8RecipeKwargs(scaling="rowwise_with_gw_hp")).name == "ao:rowwise_with_gw_hp"
-    monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.BLACKWELL)
+    monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chips.chip_of((10, 0)))
     assert resolve(FP8RecipeKwargs(scaling="rowwise")).name == "ao:rowwise"
     recipe = resolve(FP8RecipeKwargs(scaling="delayed", margin=2, exclude="head"))
     assert (recipe.name, recipe.margin, recipe.exclude) == ("native:delayed", 2, ("head",))

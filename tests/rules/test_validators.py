@@ -31,7 +31,7 @@ def nvidia(*capabilities, cuda=(13, 0), torch=(2, 13)):
 
 
 CPU = Machine(chips.CPU, torch=(2, 13))
-MI350 = Machine(chips.MI350, torch=(2, 13))
+MI350 = Machine(chips.chip_of("gfx950"), torch=(2, 13))
 
 
 class Large(nn.Sequential):
@@ -417,7 +417,7 @@ MACHINES = [
         nvidia((9, 0), cuda=(12, 9)),
         "CUDA 12.9",
     ),
-    ("emulated_here", "native:dynamic", Machine(chips.MI300), MI350, "here: MI300"),
+    ("emulated_here", "native:dynamic", Machine(chips.chip_of("gfx942")), MI350, "here: MI300"),
     (
         "mixed_gpus",
         "native",

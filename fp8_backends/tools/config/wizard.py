@@ -45,9 +45,12 @@ def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
         )
     )
     path = _ask_path(path)
-    sold = ", ".join(name for name, product in chips.PRODUCTS.items() if product.gib)
     rented, device = _ask(
-        "chip", "here", _chip, ("here", device_named(None).title), ("others", f"cpu, {sold}")
+        "chip",
+        "here",
+        _chip,
+        ("here", device_named(None).title),
+        ("others", f"cpu, {', '.join(chips.SOLD)}"),
     )
     gpu, te_runs = (
         chips.product_named(device.chip).gpu,

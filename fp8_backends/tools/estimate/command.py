@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...compute import chips, hardware
-from ...compute.rates import CHIPS, pays_from
+from ...compute.rates import pays_from
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import resolve
 from ...rules import RULES
@@ -393,7 +393,7 @@ def _speed_of(best: Estimate, workload: Workload) -> str:
     text += f"{best.tokens_per_second:,.0f} tokens/s a device"
     if best.backend not in BASELINES:
         text += f", {ratio:.2f} times bf16 ({low:.2f} to {high:.2f})"
-        chip, recipe = CHIPS[workload.chip], resolve(best.backend)
+        chip, recipe = chips.PRODUCTS[workload.chip].rates, resolve(best.backend)
         tokens = best.batch * workload.sequence
         text += f"; {pays_from(recipe.compute, recipe.scaling, chip, tokens)}"
     return f"{text}; rates: {time.source}"
@@ -426,9 +426,7 @@ def device_named(name: str | None) -> Device:
         memory = _ram()
         return Device(f"this machine's RAM ({memory / GIB:.1f} GiB)", memory, product.name)
     if product.gib is None:
-        sold = [
-            each.name for each in chips.PRODUCTS.values() if each.gib and each.chip is product.chip
-        ]
+        sold = [each.name for each in chips.SOLD.values() if each.chip is product.chip]
         raise FP8BackendError(
             f"--chip {name}: chips of this kind differ in memory: name one ({', '.join(sold)}), or "
             "its GiB, such as 64"

@@ -21,7 +21,6 @@ from ...compute import chips
 from ...compute.fields import check_known, parsed, whole_number
 from ...compute.frozen_weights import SHARDED
 from ...compute.mixed import compute_of
-from ...compute.rates import CHIPS
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
 from ...recipes.strings import names_file
@@ -62,7 +61,7 @@ class Workload:
     memory: float | None = None
     """Bytes of one device."""
     chip: str | None = None
-    """A name in `compute.rates.CHIPS`, for seconds."""
+    """A name in `chips.PRODUCTS`, for seconds."""
     compiled: bool = False
     """`torch.compile` of each layer."""
 
@@ -276,25 +275,22 @@ def _estimate(
     result.peak_at, result.peak = highest(trace)
     result.flops_share = trace.sizes["flops_fp8"] / (trace.sizes["flops"] or 1)
     result.parameters = growth.at(layers, batch).sizes["parameters"]
-    chip, cell = CHIPS.get(workload.chip or ""), None
-    if chip is not None and recipe is not None:
-        rule = (
-            "msamp" if recipe.compute == "native" and recipe.scaling == "window" else recipe.scaling
-        )
-        rule = rule if rule == "msamp" else f"{recipe.compute}:{rule}"
-        cell = chips.cell_of(rule, chips.product_named(workload.chip).chip)
+    product = chips.PRODUCTS.get(workload.chip)
+    rates, cell = product and product.rates, None
+    if rates is not None and recipe is not None:
+        cell = chips.cell_of(f"{recipe.compute}:{recipe.scaling}", product.chip)
     if cell is not None and cell.state != chips.FP8:
         result.notes.append(
             f"{backend}: its FP8 products are {cell.state} on this chip, so it has no time"
         )
     elif recipe is not None and (recipe.by_product or len(recipe.recipes) > 1):
         result.notes.append(f"{backend}: several scaling rules in one model have no time")
-    elif chip is not None and backend not in ("fp16", "fp32"):
+    elif rates is not None and backend not in ("fp16", "fp32"):
         plain = rank_of(growth_of(None, "bf16"), None, layers, batch)
         waits = layout.waiting_bytes(workload, layers, batch)
         works = [each.work(plain.trace.sizes, batch, waits) for each in (rank, plain)]
-        result.time = step_time(works[0], recipe, chip, workload.compiled)
-        result.speedup = speedup(works[0], recipe, works[1], chip, workload.compiled)
+        result.time = step_time(works[0], recipe, rates, workload.compiled)
+        result.speedup = speedup(works[0], recipe, works[1], rates, workload.compiled)
         result.tokens_per_second = batch * workload.sequence / result.time.seconds / layout.tensor
     if workload.memory is not None:
         result.fits, result.largest_batch = (
