@@ -14,7 +14,7 @@ import yaml
 from torch import nn
 
 from ..compute import hardware, registry
-from ..convert import conversion, features
+from ..convert import conversion
 from ..convert.conversion import Prepared
 from ..convert.weight_products import FP8
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
@@ -357,13 +357,11 @@ class _Search:
         self.given = self._measured("as given", recipe, work, prepared)
         self.trials: list[Trial] = [self.given]
         self.alone: list[Alone] = []
-        found = features.run(
-            "sums_lost",
-            work,
-            prepared,
-            lambda: list(gap._gradients(work, gap.around, gap.batches[:1])),
+        from ..watch import monitor  # only for those who ask for advice
+
+        self.sums = monitor.sums_lost(
+            work, prepared, lambda: list(gap._gradients(work, gap.around, gap.batches[:1]))
         )
-        self.sums = found[0] if found else {}
         self.slow = self._without_fast_accumulation() if self.sums and self.remaining else None
         self.start = self.slow or self.given
         """Further changes start from here."""

@@ -74,6 +74,7 @@ class NativeCompute(Compute):
     )
     casts_by = "the layer's own rule"
     takes_transposed = True
+    parts_module = "fp8_backends.compute.experts.native_layer"
 
     def availability(self) -> Availability:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -29,7 +29,6 @@ from ..refusals import (
     refuse_transforms,
     refuse_width,
 )
-from ..registry import load
 from .gathered_weights import WeightCodes
 from .layer_rule import (
     DGRAD,
@@ -491,6 +490,3 @@ def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:
     return rule.of(WGRAD).product(
         dy8.along_rows(), Quantized(x, x_scale), out_dtype, by_weight=False
     )
-
-
-load("compute.native")
