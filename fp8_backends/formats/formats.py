@@ -103,7 +103,8 @@ def saturating_cast(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     The clamp is explicit because an eager cast overflows E4M3 to NaN before torch 2.12, and E5M2 to
     inf in every version. Returns a contiguous tensor of `fmt.dtype` and the shape of `values`.
     """
-    return values.clamp(-fmt.max, fmt.max).to(fmt.dtype, memory_format=torch.contiguous_format)
+    limit = fmt.max
+    return values.clamp(-limit, limit).to(fmt.dtype, memory_format=torch.contiguous_format)
 
 
 # Ranges: numbers of a checkpoint that would break training are rejected

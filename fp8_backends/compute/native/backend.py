@@ -312,7 +312,8 @@ class NativeCompute(Compute):
                 yield f"{name}.{_STATE_NAMES[layer.fp8_rule.scaling]}", layer
 
     def _shared(self, root: nn.Module) -> set[SharedCodes]:
-        return {layer.fp8_shared for layer in root.modules() if self.is_converted(layer)}
+        # not `is_converted`: each step asks every module
+        return {layer.fp8_shared for layer in root.modules() if isinstance(layer, KeepsLedger)}
 
 
 class RollDelayedStates:
