@@ -16,11 +16,11 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from . import preparation, rules
 from .accelerate_plugin.callers import with_whole_states
 from .compute import hardware
-from .convert import features
 from .errors import RecipeError
 from .preparation import optimizer_steps, ranks
 from .recipes.handlers import Spec, resolve
 from .rules import preconditions
+from .torch_tools.modules import has_ranks
 
 
 class FP8Precision(Precision):
@@ -81,11 +81,11 @@ class FP8Precision(Precision):
         """Let the optimizers train the converted model, in any wrapper."""
         if optimizers:
             preconditions.check_trains([model], optimizers, self.recipe)
-        ranks.connect_ranks(model, self.recipe)
+        if has_ranks():
+            ranks.connect_ranks(model, self.recipe)
         for optimizer in optimizers:
             preconditions.check_optimizer(optimizer, self.recipe)
-            optimizer_steps.watch_optimizer(model, optimizer, self.recipe)
-            features.run("report_samples", optimizer, self._log_sample)
+            optimizer_steps.watch_optimizer(model, optimizer, self.recipe, self._log_sample)
         return model, optimizers, lr_schedulers
 
     def _log_sample(self, values: dict[str, float], step: int) -> None:

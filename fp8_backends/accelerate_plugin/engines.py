@@ -380,7 +380,10 @@ def watch_engine(accelerator: Accelerator) -> None:
     if accelerator.fp8_engine_steps is None:
         accelerator.fp8_engine_steps = EngineSteps()
     optimizer_steps.watch_optimizer(
-        accelerator._models, accelerator.fp8_engine_steps, accelerator.fp8_recipe
+        accelerator._models,
+        accelerator.fp8_engine_steps,
+        accelerator.fp8_recipe,
+        accelerator.fp8_log_sample,
     )
     for engine in accelerator._models:
         _keep_scaling_in_checkpoints(engine)

@@ -33,6 +33,7 @@ from ..rules import Setup, preconditions
 from ..rules.validate import Finding, findings
 from ..states import levels, original
 from ..states.checkpoint import unread_states, whole_states
+from ..torch_tools.modules import has_ranks
 from ..torch_tools.optimizers import parameter_ids, steps_of
 from . import checkpoints, engines
 from .callers import log_by_trainer, running_trainer
@@ -211,7 +212,7 @@ class FP8Mixin(_RunTimeClass):
         model = super().prepare_model(
             model, device_placement=device_placement, evaluation_mode=evaluation_mode
         )
-        if is_native and not evaluation_mode:
+        if is_native and not evaluation_mode and has_ranks():
             ranks.connect_ranks(model, self.fp8_recipe)
         self._watch_optimizers()
         return model
@@ -303,8 +304,6 @@ class FP8Mixin(_RunTimeClass):
         self.fp8_without_gradients = list(self._models)
         if uses_zero(self):
             engines.watch_engine(self)
-            if self.fp8_engine_steps is not None:
-                features.run("report_samples", self.fp8_engine_steps, self._log_sample)
             return
         for optimizer in map(_innermost, self._optimizers):
             # under FSDP2 one, with gathered parameters that are not the optimizer's
@@ -315,8 +314,9 @@ class FP8Mixin(_RunTimeClass):
                     model for model in models if any(id(p) in trained for p in model.parameters())
                 ]
             if models:
-                optimizer_steps.watch_optimizer(models, optimizer, self.fp8_recipe)
-                features.run("report_samples", optimizer, self._log_sample)
+                optimizer_steps.watch_optimizer(
+                    models, optimizer, self.fp8_recipe, self.fp8_log_sample
+                )
             elif (
                 self.has_whole_weights
                 and self._check_trains not in optimizer._optimizer_step_pre_hooks.values()
@@ -367,7 +367,8 @@ class FP8Mixin(_RunTimeClass):
                 for model in self._models:
                     levels.finish_accumulation(model.parameters())
             self.fp8_accumulates = not self.sync_gradients
-        features.run("after_backward", self, loss)
+        if guard := features.wanted("guard", self.fp8_recipe):
+            guard.after_backward(self, loss)
         return result
 
     def _warn_of_unprepared_optimizers(self) -> None:
@@ -395,7 +396,8 @@ class FP8Mixin(_RunTimeClass):
     def join_uneven_inputs(self, *args, **kwargs):
         """Join as Accelerate does. Raises `FP8BackendError` with a feature that lets ranks wait for
         each other."""
-        features.run("join_uneven_inputs", self)
+        if guard := features.wanted("guard", self.fp8_recipe):
+            guard.join_uneven_inputs(self)
         return super().join_uneven_inputs(*args, **kwargs)
 
     @contextmanager
@@ -518,7 +520,7 @@ class FP8Mixin(_RunTimeClass):
     ):
         """Add `fp8_backend` to the trackers' configuration and, for prepared models without
         convolutions, `fp8_flops_share`, the share (0 to 1) of weight FLOPs in FP8 layers."""
-        roots = [root for model in self._models for root in conversion.prepared_roots(model)]
+        roots = conversion.prepared_roots(*self._models)
         report = ConversionReport(
             [product for _, _, prepared in roots for product in prepared.report.products]
         )
@@ -527,7 +529,7 @@ class FP8Mixin(_RunTimeClass):
             fp8["fp8_flops_share"] = report.flops_share
         super().init_trackers(project_name, {**fp8, **(config or {})}, init_kwargs)
 
-    def _log_sample(self, values: dict[str, float], step: int) -> None:
+    def fp8_log_sample(self, values: dict[str, float], step: int) -> None:
         """Log a sample of FP8's statistics to the trackers, at the optimizer's step, or by a
         running Trainer."""
         if trainer := running_trainer():

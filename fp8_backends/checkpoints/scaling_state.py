@@ -152,7 +152,7 @@ def _resume_schedule(root: nn.Module, prepared: Prepared, steps: int | None, sou
     if steps is None:
         logger.warning("%s was saved without schedule: its steps are counted from here on", source)
     prepared.steps = steps or 0
-    features.run("resume", root, prepared)
+    features.wanted("schedule", prepared.recipe).follow(root, prepared)
 
 
 def _restorable(
@@ -172,28 +172,27 @@ def _roots(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, Prepar
 # In the state dict of an optimizer
 
 
-def add_to_state_dict(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
-    """Add the scaling states of these models, as they are when it is made or loaded, to an
-    optimizer's state dict."""
+def save(
+    models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> None:
+    """Add the scaling states of these models to an optimizer's new state dict (a post-hook)."""
+    state = collect(models)
+    is_needed = state.tensors or state.steps or isinstance(optimizer, ScaledStates)
+    if is_needed and not hasattr(optimizer, IN_FILES):
+        state_dict[OPTIMIZER_KEY] = state._asdict()
 
-    def save(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        state = collect(models)
-        if (state.tensors or state.steps or isinstance(optimizer, ScaledStates)) and not hasattr(
-            optimizer, IN_FILES
-        ):
-            state_dict[OPTIMIZER_KEY] = state._asdict()
 
-    def load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        groups = (optimizer.param_groups, state_dict["param_groups"])
-        sizes, saved_sizes = ([len(group["params"]) for group in side] for side in groups)
-        # PyTorch refuses other sizes next
-        if sizes == saved_sizes and not hasattr(optimizer, IN_FILES):
-            source = "the optimizer's checkpoint"
-            restore(models, ScalingState.of(state_dict.get(OPTIMIZER_KEY), source), source)
-
-    if isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's engine has its own checkpoints
-        optimizer.register_state_dict_post_hook(save)
-        optimizer.register_load_state_dict_pre_hook(load)
+def load(
+    models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> None:
+    """Restore the scaling states of these models from a state dict about to be loaded (a
+    pre-hook)."""
+    groups = (optimizer.param_groups, state_dict["param_groups"])
+    sizes, saved_sizes = ([len(group["params"]) for group in side] for side in groups)
+    # PyTorch refuses other sizes next
+    if sizes == saved_sizes and not hasattr(optimizer, IN_FILES):
+        source = "the optimizer's checkpoint"
+        restore(models, ScalingState.of(state_dict.get(OPTIMIZER_KEY), source), source)
 
 
 @contextlib.contextmanager

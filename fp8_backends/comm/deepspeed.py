@@ -5,7 +5,6 @@ saves. As under DDP, `reducer.GradientReducer` reduces the gradients of scaled w
 `ddp.SharedOut` assigns states to ranks.
 """
 
-import sys
 import weakref
 from functools import partial
 from typing import Any
@@ -49,12 +48,6 @@ def connect(engine: Any, gradient_comm: str, watch: Watch, scaling_states: State
         engine.clip_fp32_gradients = partial(_clip, engine)
     connection.reduce(weights, gradient_comm, watch, BUCKET_BYTES)
     agree_after_backward(engine, scaling_states, [connection.group])
-
-
-def is_engine(module: nn.Module) -> bool:
-    return isinstance(
-        module, getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ())
-    )
 
 
 class EngineConnection(Connection):

@@ -6,6 +6,7 @@ hooks and ties alive.
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -62,11 +63,6 @@ class Norm(NamedTuple):
     """Why there is none."""
 
 
-PARTS: dict[str, Callable[[], Any]] = {}
-"""A backend's class, as in `registry.BUILT_IN` -> function that returns its `Compute.parts`,
-entered by a feature."""
-
-
 class Compute(ABC):
     """One way to run the three products of a Linear layer. Stateless: one instance serves many
     models."""
@@ -87,6 +83,8 @@ class Compute(ABC):
     fields."""
     casts_by: str = ""
     """The source of `cast_of` in words; empty if the backend has no `cast_of`."""
+    parts_module: str = ""
+    """The module imported for `parts`; empty without them."""
     takes_transposed: bool = False
     """True if `build` takes a `TransposedLinear`. Its carrier's class then derives from its
     products, and after them from a Linear."""
@@ -133,8 +131,7 @@ class Compute(ABC):
         experts), or None: `unfit(module, part, recipe)`; `note(recipe)`, a remark for the report or
         None; `build(module, parts, recipe, shared)`, FP8 layers by Parameter, with `attach(module,
         recipe)`, and `detach()` of each layer."""
-        names = (f"{cls.__module__}:{cls.__qualname__}" for cls in type(self).__mro__)
-        return next((PARTS[name]() for name in names if name in PARTS), None)
+        return importlib.import_module(self.parts_module) if self.parts_module else None
 
     def attach(self, root: nn.Module, recipe: Recipe, shared: Any) -> None:
         """Install hooks on the prepared root, after its layers were converted."""

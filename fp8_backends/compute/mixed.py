@@ -13,12 +13,6 @@ from .hardware import Availability
 from .interface import Compute, Norm, Recipe, check_saved_states
 
 
-def compute_of(recipe: Recipe) -> Compute:
-    """Return the backend of a prepared model's layers: the recipe's own, or a `Mixed` of several
-    recipes."""
-    return registry.get_compute(recipe.compute) if len(recipe.recipes) == 1 else Mixed(recipe)
-
-
 def _of_layer(name: str) -> Any:
     def ask(self: "Mixed", module: nn.Module, *arguments: Any) -> Any:
         backend = next(compute for compute in self.computes if compute.is_converted(module))
@@ -27,12 +21,22 @@ def _of_layer(name: str) -> Any:
     return ask
 
 
+def _of_each(name: str) -> Any:
+    def tell(self: "Mixed", *arguments: Any) -> None:
+        for compute in self.computes:
+            getattr(compute, name)(*arguments)
+
+    return tell
+
+
 class Mixed(Compute):
     """Each method asks the backend of the layer, or those of all layers in a model."""
 
     engine, products, weight_codes = map(_of_layer, ("engine", "products", "weight_codes"))
     transient_bytes_per_element = _of_layer("transient_bytes_per_element")
     cast_of = _of_layer("cast_of")
+    store_weights, keep_weight_casts = map(_of_each, ("store_weights", "keep_weight_casts"))
+    after_optimizer_step = _of_each("after_optimizer_step")
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipes = recipe.recipes
@@ -61,16 +65,8 @@ class Mixed(Compute):
     def high_precision_products(self, recipe: Recipe) -> tuple[str, ...]:
         return self.computes[0].high_precision_products(recipe)  # the same for all
 
-    def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
-        for compute in self.computes:
-            compute.store_weights(root, recipe)
-
     def takes_block_codes(self, recipe: Recipe, layout: CodeLayout) -> bool:
         return all(compute.takes_block_codes(each, layout) for compute, each in self._by_recipe())
-
-    def keep_weight_casts(self, root: nn.Module, keep: bool) -> None:
-        for compute in self.computes:
-            compute.keep_weight_casts(root, keep)
 
     def gathers_codes(self, recipe: Recipe) -> bool:
         return all(compute.gathers_codes(each) for compute, each in self._by_recipe())
@@ -78,10 +74,6 @@ class Mixed(Compute):
     def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], Any]:
         by_recipe = (compute.travelling(root, each) for compute, each in self._by_recipe())
         return {place: codes for travelling in by_recipe for place, codes in travelling.items()}
-
-    def after_optimizer_step(self, root: nn.Module) -> None:
-        for compute in self.computes:
-            compute.after_optimizer_step(root)
 
     def scaling_state(self, root: nn.Module) -> dict[str, torch.Tensor]:
         return {

@@ -12,10 +12,8 @@ an instance:
 import importlib
 import importlib.metadata
 import importlib.util
-import pkgutil
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..words import shown
@@ -38,13 +36,6 @@ RESERVED = ("auto", "msamp", "ms-amp")
 
 factories: dict[str, Callable[[], Compute]] = {}
 instances: dict[str, Compute] = {}
-
-
-def load(folder: str) -> None:
-    """Import every file in a folder of this package, if there is one."""
-    path = Path(__file__).parents[1].joinpath(*folder.split("."))
-    for module in pkgutil.iter_modules([str(path)], f"fp8_backends.{folder}."):
-        importlib.import_module(module.name)
 
 
 def register_backend(name: str, factory: Callable[[], Compute], replace: bool = False) -> None:
@@ -93,6 +84,14 @@ def get_compute(name: str) -> Compute:
     if key not in instances:
         instances.setdefault(key, _load(key))  # another thread may have been first
     return instances[key]
+
+
+def compute_of(recipe: Recipe) -> Compute:
+    """Return the backend of a prepared model's layers: the recipe's own, or `mixed.Mixed` for its
+    `layers`."""
+    if len(recipe.recipes) == 1:
+        return get_compute(recipe.compute)
+    return importlib.import_module(f"{__package__}.mixed").Mixed(recipe)
 
 
 def available_backends() -> dict[str, Availability]:

@@ -8,23 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from typing import Any
 
 from torch import nn
 
 from ..compute.interface import TransposedLinear
-
-
-def conv1d_class() -> Any:
-    """Return transformers' class, or an empty tuple for `isinstance` if transformers was never
-    imported."""
-    return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Return True for a `Conv1D`, plain or converted."""
-    return isinstance(module, conv1d_class())
 
 
 def as_linear(conv: nn.Module) -> TransposedLinear:

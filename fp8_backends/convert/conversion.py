@@ -17,10 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from ..comm.deepspeed import is_engine
 from ..compute.interface import Compute, TransposedLinear
-from ..compute.mixed import compute_of
-from ..compute.registry import get_compute
+from ..compute.registry import compute_of, get_compute
 from ..errors import FP8BackendError, RecipeError
 from ..recipes.fields import BF16
 from ..recipes.handlers import Recipe, differences
@@ -30,6 +28,7 @@ from ..torch_tools.modules import (
     Conversion,
     check_is_module,
     follows_class,
+    is_engine,
     plain_name,
 )
 from . import features
@@ -123,7 +122,8 @@ def convert(model: nn.Module, recipe: Recipe) -> Prepared:
         shared[each] = get_compute(each.compute).new_shared(root, each)
     layers = _build([weight for weight in chosen if not weight.part], shared)
     part_layers = _build_parts([weight for weight in chosen if weight.part], shared)
-    _turn_off_fast_accumulation(recipe, weights, layers, part_layers)
+    if recipe.fast_accumulation is not True:
+        _turn_off_fast_accumulation(recipe, weights, layers, part_layers)
     report = ConversionReport([weight.product for weight in weights], norms)
     if not report.converted:
         message = f"{recipe.name}: no layer of this model can run in FP8. {report if weights else 'It has no Linear.'}"
@@ -131,8 +131,8 @@ def convert(model: nn.Module, recipe: Recipe) -> Prepared:
             raise FP8BackendError(f'{message}\non_unproven="warn" goes on without FP8')
         warnings.warn(message, stacklevel=3)
     carriers = {weight.module: carrier for weight, carrier in layers}
-    for more in features.run("carriers", root, weights, recipe, compute, carriers):
-        new_norms += more
+    if fused_head := features.wanted("fused_head", recipe):
+        new_norms += fused_head.defer_logits(root, weights, recipe, compute, carriers)
     swaps = [(weight.module, carrier, weight.recipe, CONVERSION) for weight, carrier in layers]
     swaps += [(*layer, recipe, PLAIN_CONVERSION) for layer in new_norms]
     new = Prepared(recipe, compute, report, shared) if prepared is None else None
@@ -198,17 +198,19 @@ def restore(model: nn.Module) -> None:
             _detach(module, prepared)
 
 
-def prepared_roots(model: nn.Module) -> list[tuple[str, nn.Module, Prepared]]:
-    """Return (name in `model`, module, `Prepared`) of each prepared root outside any other, inside
-    any wrapper."""
-    named = model.named_modules()
-    roots = [
-        (name, module, module.__dict__[PREPARED])
-        for name, module in named
-        if PREPARED in module.__dict__
-    ]
-    inner = {id(part) for _, root, _ in roots for part in root.modules() if part is not root}
-    return [root for root in roots if id(root[1]) not in inner]
+def prepared_roots(*models: nn.Module) -> list[tuple[str, nn.Module, Prepared]]:
+    """Return (name in its model, module, `Prepared`) of each prepared root outside any other of
+    the model, inside any wrapper."""
+    roots = []
+    for model in models:
+        found = [
+            (name, module, module.__dict__[PREPARED])
+            for name, module in model.named_modules()
+            if PREPARED in module.__dict__
+        ]
+        inner = {id(part) for _, root, _ in found for part in root.modules() if part is not root}
+        roots += [root for root in found if id(root[1]) not in inner]
+    return roots
 
 
 def weight_products(model: nn.Module) -> list[WeightProduct]:
@@ -296,9 +298,10 @@ class LayerFilter:
             for pattern in patterns:
                 if not any(_matches(pattern, norm) for norm in norms):
                     _matched(name, pattern, weights)
-        blocks = len(_block_names(weights))
-        for name, number in self.layers.items():
-            if isinstance(number, int) and number >= blocks:
+        numbers = {name: word for name, word in self.layers.items() if isinstance(word, int)}
+        blocks = len(_block_names(weights)) if numbers else 0
+        for name, number in numbers.items():
+            if number >= blocks:
                 raise RecipeError(
                     f"layers: {name}={number}, and this model has {blocks} numbered blocks"
                 )
@@ -382,8 +385,6 @@ def _turn_off_fast_accumulation(
 ) -> None:
     """Turn it off in new layers named by the recipe. Raises `RecipeError` for a pattern without an
     FP8 layer."""
-    if recipe.fast_accumulation is True:
-        return
     built = {(weight.module, ""): carrier for weight, carrier in layers}
     built |= {
         (module, part): layer for module, parts, _ in part_layers for part, layer in parts.items()

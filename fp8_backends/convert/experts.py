@@ -1,20 +1,14 @@
-"""Find the weights of mixtures of experts and count their FLOPs; give backends the products of
-`compute.experts`."""
+"""Find the weights of mixtures of experts, and count their FLOPs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
-from ..compute.experts import is_expert_parallel, misfit, obstacle, sizes_of
-from ..compute.interface import PARTS, Recipe
-from ..compute.registry import BUILT_IN
-from ..compute.te.backend import unaligned
+from ..compute.experts import obstacle
 from ..tensors.sharded_tensor import full_shape
-from .features import FEATURES
 
 _TOP_K_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "moe_topk")
 _LISTED_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+(?:\.|$)")
@@ -57,41 +51,3 @@ def count_visits(
         return top_k / number if top_k and number else 1
 
     return visited
-
-
-FEATURES["experts"] = {
-    "find_part": find_part,
-    "count_visits": count_visits,
-    "has_whole_layers": is_expert_parallel,
-}
-
-
-def _native() -> Any:
-    from ..compute.experts import native_layer  # loads PyTorch's compiler
-
-    return native_layer
-
-
-class _TransformerEngine:
-    """The products of `te`, whose library `build` imports."""
-
-    def unfit(self, experts: nn.Module, part: str, recipe: Recipe) -> str | None:
-        if reason := misfit(experts, part, recipe):
-            return reason
-        if is_expert_parallel(experts) and recipe.scaling == "delayed":
-            return "expert parallel: TransformerEngine would mix the amaxes of different experts over the ranks"
-        _, out_features, in_features = sizes_of(experts, part)
-        return unaligned(in_features, out_features, recipe)
-
-    def note(self, recipe: Recipe) -> str | None:
-        return None
-
-    def build(
-        self, experts: nn.Module, parts: list[str], recipe: Recipe, shared: Any
-    ) -> nn.ModuleDict:
-        from ..compute.experts import te_layer
-
-        return te_layer.build(experts, parts, recipe, shared)
-
-
-PARTS.update({BUILT_IN["native"]: _native, BUILT_IN["te"]: _TransformerEngine})

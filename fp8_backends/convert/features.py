@@ -1,48 +1,33 @@
-"""Run optional features: without the file of a feature, the package works and refuses recipes that
-set its field.
+"""Import an optional feature for a recipe with its field, and for no other:
 
-A feature enters its functions in `FEATURES` when `registry.load` imports its file, each under the
-name of an event:
-
-    check_recipe(recipe)                        raise `RecipeError` before anything changes
-    carriers(root, weights, recipe, compute, carriers)  adapt; return more (module, carrier) pairs
-    prepare_model(root, prepared)               its layers are converted and its weights stored; may be repeated
-    before_gathers(root)                        FSDP2 shards its weights and gathers them for each forward
-    before_proof(models, optimizer, recipe)     register step hooks that run before the proof's
-    after_proof(models, optimizer, recipe)      register step hooks that run after the proof's
-    after_backward(accelerator, loss)           a backward pass under Accelerate is done
-    join_uneven_inputs(accelerator)             refuse ranks with different numbers of steps
-    report_samples(optimizer, report)           call `report(values, step)` for each sample of this optimizer's steps
-    figures(optimizer)                          return {name: number} for the record of a sample of its steps
-    find_part(module, name, part)               return (kind, (in, out), obstacle) of a Parameter, or None
-    count_visits(modules, names)                return a function: (name, module, part) -> passes of a token
-    has_whole_layers(module)                    return True if ranks share its layers without cutting any
-    resume(root, prepared)                      its steps were loaded from a checkpoint
-    audit(roots)                                return fields of `Audit` for these prepared roots
+if guard := features.wanted("guard", recipe):
+    guard.after_backward(accelerator, loss)
 """
 
-from collections.abc import Callable
-from typing import Any
+import importlib
+import sys
+from types import ModuleType
 
-from ..errors import RecipeError
-from ..recipes.fields import OF_FEATURES
+from ..recipes.fields import SETTINGS
 from ..recipes.handlers import Recipe
 
-FEATURES: dict[str, dict[str, Callable[..., Any]]] = {name: {} for name in OF_FEATURES}
-"""Recipe field (or name) of a feature -> its functions by event; empty without the feature's
-file."""
+MODULES = {
+    "fused_head": "fp8_backends.convert.fused_head",
+    "saved_activations": "fp8_backends.convert.saved_activations",
+    "schedule": "fp8_backends.watch.schedule",
+    "guard": "fp8_backends.watch.guard",
+    "monitor_every": "fp8_backends.watch.monitor",
+}
+"""Recipe field -> the module that only its users import and run."""
 
 
-def run(event: str, *arguments: Any) -> list[Any]:
-    """Return the results of the features' functions for an event."""
-    return [functions[event](*arguments) for functions in FEATURES.values() if event in functions]
+def wanted(field: str, recipe: Recipe) -> ModuleType | None:
+    """Return the module of a feature if the recipe sets its field."""
+    if getattr(recipe, field) == SETTINGS[field].default:
+        return None
+    return importlib.import_module(MODULES[field])
 
 
-def check(recipe: Recipe) -> None:
-    """Raise `RecipeError` for a field that is set and whose feature is missing."""
-    for field, functions in FEATURES.items():
-        if not functions and (value := getattr(recipe, field)) != OF_FEATURES[field].default:
-            raise RecipeError(
-                f"{field}={value!r}: this copy of fp8_backends is without that feature; leave it "
-                "out"
-            )
+def loaded(field: str) -> ModuleType | None:
+    """Return the module of a feature if this process has used it: objects may have its hooks."""
+    return sys.modules.get(MODULES[field])

@@ -33,12 +33,11 @@ from ..kernels.quantize import dequantize_blocks, quantize_blocks
 from ..kernels.triton_gate import PLAIN, is_eager
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import CONVERSION, is_traced, renumber
-from .features import FEATURES
 
 if TYPE_CHECKING:
     from .conversion import Prepared
 
-OFF, WITH_ATTENTION = "off", "fp8+attention"
+WITH_ATTENTION = "fp8+attention"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of values that can be packed."""
@@ -117,11 +116,8 @@ class SavedBytes:
 
 
 def install(root: nn.Module, prepared: Prepared) -> None:
-    """Hook the modules of a prepared model, if its recipe says so. Repeated, it hooks modules added
-    since."""
+    """Hook the modules of a prepared model. Repeated, it hooks modules added since."""
     remove(root)
-    if prepared.recipe.saved_activations == OFF:
-        return
     if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
         raise FP8BackendError(
             f"saved_activations: PyTorch {torch.__version__} does not say whether a saved tensor "
@@ -154,17 +150,10 @@ def saved_bytes(root: nn.Module) -> SavedBytes | None:
     return next((hook.packer.counted for hook in hooks if isinstance(hook, Start)), None)
 
 
-def audit(roots: list[nn.Module]) -> dict[str, dict[str, int]]:
-    """Return `Audit.saved_activations` for prepared roots."""
-    saved = [asdict(sizes) for sizes in map(saved_bytes, roots) if sizes is not None]
-    return (
-        {"saved_activations": {key: sum(sizes[key] for sizes in saved) for key in saved[0]}}
-        if saved
-        else {}
-    )
-
-
-FEATURES["saved_activations"].update(prepare_model=install, audit=audit)
+def add_sizes(total: dict[str, int], root: nn.Module) -> None:
+    """Add the sizes packed in the last training forward of a prepared root."""
+    for key, number in asdict(saved_bytes(root)).items():
+        total[key] = total.get(key, 0) + number
 
 
 def _hooked_modules(root: nn.Module) -> list[nn.Module]:

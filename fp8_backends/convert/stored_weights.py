@@ -16,7 +16,7 @@ from ..tensors.parameter_swap import refuse_if_held, swap
 from ..tensors.scaled_operations import keep_changes
 from ..tensors.scaled_tensor import ScaledTensor
 from ..tensors.sharded_tensor import is_distributed
-from ..torch_tools.modules import CONVERSION, check_is_module, owner_of, weight_name
+from ..torch_tools.modules import CONVERSION, check_is_module, has_ranks, owner_of, weight_name
 from .conversion import Prepared, prepared_roots
 
 
@@ -24,7 +24,9 @@ def store_weights(root: nn.Module, prepared: Prepared) -> None:
     """Store the weights of converted layers in the form of the level, and hide them from DDP."""
     if prepared.recipe.level != "O0":
         layers = prepared.compute.converted_layers(root)
-        levels.store_weights(layers, prepared.recipe.level, by_fsdp2=bool(fsdp2.fsdp_modules(root)))
+        levels.store_weights(
+            layers, prepared.recipe.level, by_fsdp2=has_ranks() and bool(fsdp2.fsdp_modules(root))
+        )
         levels.export_ties(root)
         for layer in layers.values():
             undo = layer.__dict__[CONVERSION].undo

@@ -9,9 +9,12 @@ import contextlib
 import itertools
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +32,7 @@ from ..torch_tools.modules import (
     plain_name,
 )
 from ..words import as_html, by_reason, counted, listed, share
-from . import conv1d, features, quantized_layers
+from . import quantized_layers
 
 FP8, HIGH_PRECISION, FOREIGN_FP8 = "fp8", "high precision", "foreign fp8"
 """Precision of a weight product. The last is FP8 of another library, such as transformers'
@@ -39,10 +42,12 @@ CONVOLUTION = "convolution"
 """Kind of a convolution. Only a forward shows the number of products with its weight for each
 token."""
 BILINEAR = "Bilinear"
+CONV1D = "Conv1D"
+"""Kind of transformers' Linear with a weight [in, out] (`conv1d`)."""
 NEVER_IN_FP8 = (CONVOLUTION, BILINEAR)
 LINEARS = ("Linear", "head", "router", "adapter")
 """Kinds of weights that reports count as Linear."""
-COUNTED = ("Linear", "Conv1D", "experts")
+COUNTED = ("Linear", CONV1D, "experts")
 """Nouns in reports for weights with FP8 products."""
 
 HEAD_NAMES = frozenset(
@@ -205,11 +210,19 @@ class Found:
     @property
     def linear(self) -> nn.Linear:
         """The module, or a Linear that shows it to backends."""
-        return conv1d.as_linear(self.module) if conv1d.is_conv1d(self.module) else self.module
+        if self.product.kind != CONV1D:
+            return self.module
+        from . import conv1d
+
+        return conv1d.as_linear(self.module)
 
     def adapted(self, carrier: nn.Module) -> nn.Module:
         """Return a carrier for `linear` as one for the module."""
-        return conv1d.adapted(carrier) if conv1d.is_conv1d(self.module) else carrier
+        if self.product.kind != CONV1D:
+            return carrier
+        from . import conv1d
+
+        return conv1d.adapted(carrier)
 
     @property
     def conversion(self) -> Conversion | None:
@@ -226,26 +239,30 @@ def find_weight_products(model: nn.Module) -> list[Found]:
         modules.setdefault(id(module), module)
         names.setdefault(id(module), []).append(plain_name(name))
     is_head, (adapters, adapted) = _head_test(modules.values()), _peft_parts(modules.values())
-    counters = features.run("count_visits", modules, names)
+    # transformers' class, or no class if transformers was never imported
+    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
+    experts = visits = None
+    if any("expert" in f"{type(m).__name__} {names[key][0]}".lower() for key, m in modules.items()):
+        from . import experts
+
+        visits = experts.count_visits(modules, names)
+    has_codes = may_hold_codes(model)
     weights = []
     for key, module in modules.items():
-        for part, kind, sizes, obstacle in _products_of(module, names[key][0]):
+        for part, kind, sizes, obstacle in _products_of(module, names[key][0], conv1d, experts):
             full_names = [f"{name}.{part}".lstrip(".") if part else name for name in names[key]]
             if kind in ("Linear", "router") and key in adapters:
                 kind = "adapter"
             kind = "head" if kind == "Linear" and is_head(module, full_names) else kind
             state = HIGH_PRECISION
-            if foreign := quantized_layers.kind_of(module):
+            if has_codes and (foreign := quantized_layers.kind_of(module)):
                 kind, state = foreign.title, FOREIGN_FP8
                 obstacle = f"{kind}, frozen: FP8 of a checkpoint that is not multiplied here"
             if (key, part) in adapted:
                 obstacle = "adapted by PEFT: the weight that is multiplied is computed anew in each forward"
-            flops = (
-                2
-                * sizes[0]
-                * sizes[1]
-                * math.prod(visits(full_names[0], module, part) for visits in counters)
-            )
+            flops = 2 * sizes[0] * sizes[1]
+            if visits:
+                flops *= visits(full_names[0], module, part)
             product = WeightProduct(
                 full_names[0], kind, *sizes, flops, state, aliases=tuple(full_names[1:])
             )
@@ -259,14 +276,14 @@ def find_weight_products(model: nn.Module) -> list[Found]:
 
 
 def _products_of(
-    module: nn.Module, name: str
+    module: nn.Module, name: str, conv1d: Any, experts: ModuleType | None
 ) -> Iterator[tuple[str, str, tuple[int, int], str | None]]:
     """Yield (Parameter name or "", kind, (in, out), obstacle) of each weight multiplied by this
-    module itself."""
+    module itself. `experts`: the feature, if the model may have any."""
     if hasattr(type(module), "fp8_owner"):
         return  # another module has the Parameter
-    if conv1d.is_conv1d(module):
-        yield "", "Conv1D", (module.nx, module.nf), layer_obstacle(module, conv1d.conv1d_class())
+    if isinstance(module, conv1d):
+        yield "", CONV1D, (module.nx, module.nf), layer_obstacle(module, conv1d)
     elif isinstance(module, nn.Linear) or CONVERSION in module.__dict__:
         kind = "router" if _is_router(name) else "Linear"
         yield "", kind, (module.in_features, module.out_features), layer_obstacle(module, nn.Linear)
@@ -288,7 +305,7 @@ def _products_of(
             if parameter is None or is_lazy(parameter) or "bias" in part:
                 continue
             shape = full_shape(parameter)
-            if found := next(filter(None, features.run("find_part", module, name, part)), None):
+            if experts and (found := experts.find_part(module, name, part)):
                 yield part, *found
             elif len(shape) == 2 and min(shape) > 1 and _WEIGHT_NAME.search(part):
                 kind = (
@@ -305,6 +322,21 @@ def _products_of(
                     shape[::-1],
                     f"router: {obstacle}" if kind == "router" else obstacle,
                 )
+
+
+_OF_LOADERS = {"quantization_scheme", "hf_quantizer", "_weight_conversions"}
+"""Attributes of modules loaded by compressed-tensors, and of models loaded by transformers."""
+
+
+def may_hold_codes(model: nn.Module) -> bool:
+    """Return True for a model with modules of transformers or compressed-tensors, or frozen
+    codes."""
+    return any(
+        not _OF_LOADERS.isdisjoint(vars(module))
+        or any(cls.__module__.startswith("transformers.") for cls in type(module).__mro__)
+        or any(isinstance(parameter, BlockCodes) for parameter in module._parameters.values())
+        for module in model.modules()
+    )
 
 
 def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:

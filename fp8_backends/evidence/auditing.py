@@ -10,7 +10,7 @@ from torch import nn
 
 from ..announcement import logger
 from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
-from ..compute.mixed import compute_of
+from ..compute.registry import compute_of
 from ..convert import conversion, features
 from ..convert.conversion import Prepared
 from ..convert.first_step import Work
@@ -164,8 +164,9 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> A
         else:
             result.high_precision[product.name] = "not prepared"
     _read_bytes(result, model, roots, optimizers)
-    for fields in features.run("audit", [root for _, root, _ in roots]):
-        vars(result).update(fields)
+    for _, root, prepared in roots:
+        if saved_activations := features.wanted("saved_activations", prepared.recipe):
+            saved_activations.add_sizes(result.saved_activations, root)
     losses = [
         optimizer.lost_updates() for optimizer in optimizers if hasattr(optimizer, "lost_updates")
     ]

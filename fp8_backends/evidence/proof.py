@@ -47,7 +47,7 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
         raise FP8BackendError(
             f"FP8 cannot be proven with an optimizer of type {name}: use a torch.optim.Optimizer"
         )
-    roots = [root for model in models for root in conversion.prepared_roots(model)]
+    roots = conversion.prepared_roots(*models)
     held = parameter_ids(optimizer)
     # sharding may have swapped all parameters; then every model counts
     trained = [root for root in roots if any(id(p) in held for p in root[1].parameters())] or roots
@@ -83,7 +83,7 @@ def begin_anew(models: Iterable[nn.Module]) -> None:
 
 def _first_steps(models: Iterable[nn.Module]) -> set[FirstStep]:
     """Return the unfinished proofs of the prepared models in `models`."""
-    roots = [root for model in models for root in conversion.prepared_roots(model)]
+    roots = conversion.prepared_roots(*models)
     return {first_step for _, _, prepared in roots for first_step in prepared.observed.first_steps}
 
 

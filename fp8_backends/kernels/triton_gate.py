@@ -51,12 +51,14 @@ def usable(tensor: torch.Tensor) -> bool:
 
     False under `torch.compile` (Inductor generates its own kernels), and for fake and meta tensors.
     """
-    if not is_eager(tensor):  # first: nothing below may be traced
+    # first: nothing below may be traced
+    if torch.compiler.is_compiling():
         return False
     if tensor.is_cuda:
-        return _runs_on(tensor.get_device())
+        return is_eager(tensor) and _runs_on(tensor.get_device())
     return (
         os.environ.get(VARIABLE) == "interpret"
+        and is_eager(tensor)
         and devices.interprets()
         and tensor.device.type == "cpu"
     )

@@ -12,26 +12,24 @@ from torch import nn
 
 from .. import rules
 from ..comm import deepspeed, fsdp2
-from ..compute import registry
 from ..compute.fields import flag, parsed
-from ..compute.mixed import compute_of
+from ..compute.registry import compute_of
 from ..convert import conversion, features, quantized_layers, stored_weights
+from ..convert.weight_products import may_hold_codes
 from ..recipes.handlers import Recipe, Spec, resolve
 from ..recipes.strings import level_name
 from ..rules import preconditions
 from ..states import original
-from ..tensors.block_codes import SQUARE_CODES
+from ..tensors.block_codes import SQUARE_CODES, BlockCodes
+from ..tensors.scaled_tensor import ScaledTensor
 from ..torch_tools.inductor import guard_byte_stores
-from ..torch_tools.modules import check_is_module
+from ..torch_tools.modules import check_is_module, has_ranks, is_engine
 from ..torch_tools.optimizers import check_is_optimizer
 from ..words import shown
 from . import optimizer_steps, ranks
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer | None)
-
-registry.load("convert")
-registry.load("watch")
 
 
 def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Model, Optimizer]:
@@ -63,8 +61,9 @@ def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Mode
     if optimizer is not None:
         check_is_optimizer(optimizer, hint=order)
     check_is_module(model, hint=order)
-    rules.refuse(rules.Setup(recipe, rules.Machine.this()), rules.RELEASE_RULES)
-    if recipe.level != "O0" and deepspeed.is_engine(model):
+    if recipe.gradient_release:
+        rules.refuse(rules.Setup(recipe, rules.Machine.this()), rules.RELEASE_RULES)
+    if recipe.level != "O0" and is_engine(model):
         deepspeed.check(model)
     if optimizer is not None:  # before the model changes
         preconditions.check_trains([model], [optimizer], recipe)
@@ -95,16 +94,28 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     does nothing."""
     if torch.cuda.is_available():
         guard_byte_stores()
-    fsdp2.reshard(model)  # gathered weights are no Parameters
+    if has_ranks():
+        fsdp2.reshard(model)  # gathered weights are no Parameters
     preconditions.check_model(model, recipe)
-    compute = compute_of(recipe)
-    if compute.takes_block_codes(recipe, SQUARE_CODES):
+    has_codes = may_hold_codes(model)
+    if has_codes and compute_of(recipe).takes_block_codes(recipe, SQUARE_CODES):
         quantized_layers.freeze_codes(model)
     prepared = conversion.convert(model, recipe)
-    quantized_layers.save_plain(model)
+    if has_codes:
+        quantized_layers.save_plain(model)
     root = conversion.unwrapped(model)
-    compute.store_weights(root, recipe)
-    stored_weights.store_weights(root, prepared)
-    features.run("prepare_model", root, prepared)
-    ranks.connect_ranks(model, recipe)
+    prepared.compute.store_weights(root, recipe)
+    # `undo`: its weights may have been stored in another form, and be plain again
+    if recipe.level != "O0" or prepared.undo or _has_stored_weights(root):
+        stored_weights.store_weights(root, prepared)
+    if saved_activations := features.wanted("saved_activations", recipe):
+        saved_activations.install(root, prepared)
+    if schedule := features.wanted("schedule", recipe):
+        schedule.follow(root, prepared, has_new_layers=True)
+    if has_ranks():
+        ranks.connect_ranks(model, recipe)
     return model
+
+
+def _has_stored_weights(root: nn.Module) -> bool:
+    return any(isinstance(parameter, (BlockCodes, ScaledTensor)) for parameter in root.parameters())

@@ -1,7 +1,8 @@
 """Follow the steps of an optimizer that trains prepared models."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from ..evidence import proof
 from ..recipes.handlers import Recipe
 from ..states import gradient_release, levels, optimizers
 from ..tensors.scaled_tensor import ScaledTensor
-from ..torch_tools.modules import plain_name
+from ..torch_tools.modules import has_ranks, plain_name
 from ..torch_tools.optimizers import parameter_ids, parameters_of, unwrapped
 from ..words import listed
 
@@ -28,26 +29,27 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
 
 
 def watch_optimizer(
-    models: nn.Module | Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe
+    models: nn.Module | Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    report: Callable[[dict[str, float], int], None] | None = None,
 ) -> None:
     """Print the proof at the optimizer's first step, for the prepared models whose parameters it
     holds.
 
     `optimizer` may be wrapped (Accelerate's `AcceleratedOptimizer`). Repeating it does nothing.
-    `recipe` is the models' recipe; each prepared model carries its own.
+    `recipe` is the models' recipe; each prepared model carries its own. `report` is called with the
+    summary and the step of each sample (`monitor_every`).
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
+    roots = prepared_roots(*models)
     inner = unwrapped(optimizer)
     convert_optimizer(inner, recipe)
     if recipe.shares_states:
         _share_out_states(inner, recipe)
     if recipe.gradient_release:
         # Accelerate lists models without their DDP
-        references = [
-            prepared.observed.wrapper
-            for model in models
-            for _, _, prepared in prepared_roots(model)
-        ]
+        references = [prepared.observed.wrapper for _, _, prepared in roots]
         wrappers = [
             wrapper
             for reference in references
@@ -57,14 +59,27 @@ def watch_optimizer(
         gradient_release.release_gradients(
             inner, (p for p in parameters_of(inner) if id(p) not in by_ddp)
         )
-    features.run("before_proof", models, inner, recipe)
+    # a loaded feature may have to leave an optimizer that an earlier recipe prepared
+    if guard := features.wanted("guard", recipe) or features.loaded("guard"):
+        guard.watch(models, inner, recipe)
     proof.watch(models, optimizer)
-    features.run("after_proof", models, inner, recipe)
+    if recipe.stateful.amax_compute_algo == "most_recent":
+        from ..watch import guard
+
+        guard.watch_clipping(models, inner, recipe)
+    if monitor := features.wanted("monitor_every", recipe) or features.loaded("monitor_every"):
+        monitor.watch(roots, inner, recipe, report)
+    if schedule := features.wanted("schedule", recipe):
+        schedule.count_steps(roots, inner)
     if (after_step := _after_step(inner)) is None:
         inner.register_step_post_hook(after_step := AfterStep())
-        scaling_state.add_to_state_dict(inner, after_step.modules_of)
-    after_step.add(models)
-    ddp.follow(inner)
+        if isinstance(inner, torch.optim.Optimizer):  # DeepSpeed's engine has its own checkpoints
+            models_of = after_step.modules_of
+            inner.register_state_dict_post_hook(partial(scaling_state.save, models_of))
+            inner.register_load_state_dict_pre_hook(partial(scaling_state.load, models_of))
+    after_step.add(roots)
+    if has_ranks():
+        ddp.follow(inner)
 
 
 def _share_out_states(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
@@ -90,8 +105,8 @@ class AfterStep:
         self.modules_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         """The last `_identity` of each prepared root."""
 
-    def add(self, models: list[nn.Module]) -> None:
-        for _, root, prepared in (entry for model in models for entry in prepared_roots(model)):
+    def add(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
+        for _, root, prepared in roots:
             self.modules_of.setdefault(root, _identity(root))
             left_out, observed = _left_out(root, prepared), prepared.observed
             observed.left_out = (

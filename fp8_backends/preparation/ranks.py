@@ -15,6 +15,7 @@ from ..formats.scaling import STATEFUL
 from ..recipes.handlers import Recipe
 from ..states import levels
 from ..states.checkpoint import whole_states
+from ..torch_tools.modules import is_engine
 
 
 def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
@@ -30,13 +31,14 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
             ddp.connect(wrapper, recipe.comm, levels.swap_gradient_hook, _states(roots))
     roots = prepared_roots(model)
     states = _states(roots)
-    if deepspeed.is_engine(model) and recipe.level != "O0":
+    if is_engine(model) and recipe.level != "O0":
         deepspeed.connect(model, recipe.comm, levels.swap_gradient_hook, states)
         save_whole_states(model)
     if fsdp2.fsdp_modules(model):
         for _, root, prepared in roots:
             prepared.compute.keep_weight_casts(root, False)
-            features.run("before_gathers", root)
+            if fused_head := features.wanted("fused_head", recipe):
+                fused_head.make_ordinary(root)
         fsdp2.connect(model, recipe.comm, states)
         levels.watch_shards(model)
         travelling: dict[fsdp2.Place, fsdp2.Travelling] = {}

@@ -6,7 +6,7 @@ tensors instead.
 
 from dataclasses import dataclass
 
-from ..compute.mixed import compute_of
+from ..compute.registry import compute_of
 from ..words import as_html
 from .fields import BF16
 from .handlers import Spec, resolve

@@ -11,27 +11,25 @@ from .. import rules
 from ..announcement import logger
 from ..comm import ddp, fsdp2
 from ..compute import registry
-from ..compute.mixed import compute_of
+from ..compute.registry import compute_of
 from ..convert import conversion, features, quantized_layers
 from ..convert.conversion import prepared_roots
-from ..convert.weight_products import offloaded_modules
+from ..convert.weight_products import may_hold_codes, offloaded_modules
 from ..errors import FP8BackendError
 from ..evidence import proof
 from ..recipes.handlers import Recipe
 from ..states import levels, optimizers, original
 from ..tensors.sharded_tensor import is_distributed
-from ..torch_tools.modules import plain_name
+from ..torch_tools.modules import has_ranks, plain_name
 from ..torch_tools.optimizers import parameters_of, unwrapped
 from ..words import listed
 
 
 def check_machine(recipe: Recipe) -> None:
-    """Raise `BackendUnavailableError` or `RecipeError` for a recipe that cannot run here, or lacks
-    a feature."""
+    """Raise `BackendUnavailableError` or `RecipeError` for a recipe that cannot run here."""
     if recipe.implementation == "original":
         original.check(recipe)
     else:
-        features.check(recipe)
         registry.check_available(recipe)
 
 
@@ -39,8 +37,10 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
     """Refuse a recipe that cannot run on this machine, or a model that this recipe cannot convert
     in its state."""
     check_machine(recipe)
-    features.run("check_recipe", recipe)
-    quantized_layers.check(model, recipe, compute_of(recipe))
+    if schedule := features.wanted("schedule", recipe):
+        schedule.check_share(recipe)
+    if may_hold_codes(model):
+        quantized_layers.check(model, recipe, compute_of(recipe))
     if torch.is_inference_mode_enabled() or any(
         not is_lazy(p) and p.is_inference() for p in model.parameters()
     ):
@@ -48,6 +48,8 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
             "tensors of torch.inference_mode() can never train: build and prepare the model "
             "outside (it may run inside)"
         )
+    if not has_ranks():
+        return
     check_sharing(model, rules.Setup(recipe, rules.Machine.this()))
     if recipe.level == "O0":
         return
@@ -67,20 +69,20 @@ def check_model(model: nn.Module, recipe: Recipe) -> None:
 def check_sharing(model: nn.Module, setup: rules.Setup) -> None:
     """Raise `RecipeError` if ranks share layers of the model and this setup does not support it."""
     if (ranks := fsdp2.ranks_sharing_layers(model)) > 1:
+        from ..compute.experts import is_expert_parallel
+
         holders = (
             module
             for module in model.modules()
             if any(map(is_distributed, module._parameters.values()))
         )
-        whole_layers = all(any(features.run("has_whole_layers", module)) for module in holders)
+        whole_layers = all(map(is_expert_parallel, holders))
         shared = replace(setup, tensor_parallel=ranks, whole_layers=whole_layers)
         rules.refuse(shared, rules.TENSOR_PARALLEL_RULES)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Refuse a recipe that cannot run on this machine, or an optimizer that `convert_optimizer`
-    would refuse."""
-    registry.check_available(recipe)
+    """Refuse an optimizer that `convert_optimizer` would refuse."""
     if recipe.level != "O0":
         optimizers.check(unwrapped(optimizer), levels.state_rule(recipe))
 
@@ -93,19 +95,18 @@ def check_trains(
     weights are offloaded."""
     models, optimizers = list(models), list(map(unwrapped, optimizers))
     stepped = {id(p) for optimizer in optimizers for p in getattr(optimizer, "state", ())}
-    new = (p for model in models if not prepared_roots(model) for p in model.parameters())
-    if any(each.scaling == "delayed" for each in recipe.recipes) and any(
-        id(p) in stepped for p in new
-    ):
+    is_delayed = any(each.scaling == "delayed" for each in recipe.recipes)
+    new = (model for model in models if is_delayed and not prepared_roots(model))
+    if any(id(p) in stepped for model in new for p in model.parameters()):
         logger.warning(
             "%s: the optimizer has stepped already, and delayed scales begin at 1. To resume a "
             "run, prepare model and optimizer first, then load their state dicts",
             recipe.name,
         )
     held = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
-    message = (
-        _offloaded_in_training(models) or _unknown_to(held, models) or _shared_after(held, models)
-    )
+    message = _offloaded_in_training(models) or _unknown_to(held, models)
+    if message is None and has_ranks():
+        message = _shared_after(held, models)
     if message is not None:
         proof.refuse_unproven(message, recipe)
 

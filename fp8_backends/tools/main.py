@@ -93,16 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name != chosen:
             subparsers.add_parser(name, help=purpose)
             continue
-        try:
-            module = importlib.import_module(module_name, __package__)
-        except ModuleNotFoundError as error:
-            if not str(error.name).startswith("fp8_backends."):
-                raise
-            print(
-                f"fp8-backends {name}: this copy of fp8_backends is without {error.name}",
-                file=sys.stderr,
-            )
-            return 2
+        module = importlib.import_module(module_name, __package__)
         if chosen == "launch":  # Accelerate's own parser reads every word, whatever it begins with
             of_command = subparsers.add_parser(
                 name, help=purpose, prefix_chars="\0", add_help=False

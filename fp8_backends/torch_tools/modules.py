@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -77,6 +79,17 @@ def part_layer(module: nn.Module, part: str) -> nn.Module | None:
     converted."""
     layers = module._modules.get(CONTAINER)
     return None if layers is None else layers._modules.get(part)
+
+
+def has_ranks() -> bool:
+    """Return True if this process may hold parts or wrappers of a model of several ranks."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_engine(module: nn.Module) -> bool:
+    """Return True for DeepSpeed's engine, which is never imported here."""
+    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ())
+    return isinstance(module, engine)
 
 
 def check_is_module(model: object, hint: str = "") -> None:

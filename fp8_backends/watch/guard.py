@@ -26,7 +26,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..announcement import is_main_process, logger
 from ..comm import replicas
 from ..convert.conversion import Prepared, prepared_roots
-from ..convert.features import FEATURES
 from ..errors import FP8BackendError
 from ..formats import scaling
 from ..formats.formats import RECIPE_FORMATS
@@ -162,22 +161,10 @@ def watch_clipping(
     models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe
 ) -> None:
     """Watch scales of the most recent amax, with any `guard`. Repeating it does nothing."""
-    recipe = recipe.stateful
-    if recipe.amax_compute_algo != "most_recent":
-        return
     if not any(
         isinstance(hook, ClippingWatch) for hook in optimizer._optimizer_step_post_hooks.values()
     ):
-        optimizer.register_step_post_hook(ClippingWatch(models, recipe))
-
-
-FEATURES["guard"].update(
-    before_proof=watch,
-    after_proof=watch_clipping,
-    after_backward=after_backward,
-    join_uneven_inputs=join_uneven_inputs,
-    figures=counts_of,
-)
+        optimizer.register_step_post_hook(ClippingWatch(models, recipe.stateful))
 
 
 def guard_of(optimizer: torch.optim.Optimizer | None) -> Guard | None:
@@ -269,9 +256,7 @@ class Guard:
 
     def _roots(self) -> Roots:
         roots = {
-            id(root): (root, prepared)
-            for m in self._live_models()
-            for _, root, prepared in prepared_roots(m)
+            id(root): (root, prepared) for _, root, prepared in prepared_roots(*self._live_models())
         }
         return list(roots.values())
 
@@ -649,9 +634,7 @@ class ClippingWatch:
             elif is_main_process():
                 logger.warning("%s: %s", self.recipe.name, figures)
         self.amaxes = {}
-        for _, root, prepared in (
-            entry for model in self.models for entry in prepared_roots(model)
-        ):
+        for _, root, prepared in prepared_roots(*self.models):
             for name, state in prepared.compute.scaling_state(root).items():
                 layer, _, part = plain_name(name).rpartition(".")
                 if part in _INPUT_AMAXES:

@@ -32,7 +32,7 @@ from torch import nn
 from ..announcement import is_main_process, logger
 from ..compute.interface import Compute
 from ..convert import features
-from ..convert.conversion import PREPARED, Prepared, prepared_roots
+from ..convert.conversion import PREPARED, Prepared
 from ..formats.formats import FORMAT_OF, FORMATS, ROOT8
 from ..formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from ..recipes.handlers import Recipe
@@ -70,7 +70,12 @@ scale from the tensor's own amax clips nothing, and flushes one value of 10,000 
 tensor."""
 
 
-def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+def watch(
+    roots: Iterable[tuple[str, nn.Module, Prepared]],
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    report: Callable[[dict[str, float], int], None] | None = None,
+) -> None:
     """Sample the prepared models of this optimizer every `monitor_every` steps. Repeated calls
     replace the recipe."""
     monitor = monitor_of(optimizer)
@@ -78,13 +83,13 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, recipe:
         monitor.recipe = recipe
     if not recipe.monitor_every:
         return
-    roots = [(root, prepared) for model in models for _, root, prepared in prepared_roots(model)]
     if monitor is None:
         monitor = Monitor(recipe)
         optimizer.register_step_post_hook(monitor)
+    monitor.report = report or monitor.report
     monitor.roots.update(
         (root, None)
-        for root, prepared in roots
+        for _, root, prepared in roots
         if prepared.observed.optimizers()[:1] == [optimizer]
     )
 
@@ -93,18 +98,6 @@ def monitor_of(optimizer: torch.optim.Optimizer) -> Monitor | None:
     """Return the monitor of an optimizer, if any."""
     hooks = optimizer._optimizer_step_post_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, Monitor)), None)
-
-
-def report_samples(
-    optimizer: torch.optim.Optimizer, report: Callable[[dict[str, float], int], None]
-) -> None:
-    """Call `report` with the summary and the step of each sample, if the optimizer has a
-    monitor."""
-    if monitor := monitor_of(optimizer):
-        monitor.report = report
-
-
-features.FEATURES["monitor_every"].update(after_proof=watch, report_samples=report_samples)
 
 
 class Monitor:
@@ -182,8 +175,8 @@ class Monitor:
             "share": _share(sample.watched),
             "seconds": round(sample.seconds + time.perf_counter() - began, 4),
         }
-        for figures in features.run("figures", optimizer):
-            record |= figures
+        if guard := features.loaded("guard"):
+            record |= guard.counts_of(optimizer)
         self._write(record)
         self._name_notable(record)
         if self.report is not None and (values := summary(record)):

@@ -6,15 +6,13 @@ the count.
 
 import math
 import weakref
-from functools import partial
 
 import torch
 from torch import nn
 
 from ..announcement import announce
 from ..compute import registry
-from ..convert.conversion import PREPARED, Prepared, prepared_roots
-from ..convert.features import FEATURES
+from ..convert.conversion import PREPARED, Prepared
 from ..errors import RecipeError
 from ..recipes.fields import STEPS
 from ..recipes.handlers import Recipe
@@ -47,9 +45,11 @@ class CountSteps:
             follow(root, prepared)
 
 
-def count_steps(models: list[nn.Module], optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+def count_steps(
+    roots: list[tuple[str, nn.Module, Prepared]], optimizer: torch.optim.Optimizer
+) -> None:
     """Count the steps of the first optimizer of each prepared model with a schedule."""
-    for _, root, prepared in (entry for model in models for entry in prepared_roots(model)):
+    for _, root, prepared in roots:
         if not prepared.recipe.schedule or optimizer not in prepared.observed.optimizers()[:1]:
             continue
         hooks = optimizer._optimizer_step_post_hooks.values()
@@ -92,7 +92,3 @@ def _step_of(start: int | float, recipe: Recipe) -> float:
     check_share(recipe)
     steps = recipe.schedule.get(STEPS) or running_trainer().state.max_steps
     return round(start * steps) if steps > 0 else math.inf
-
-
-EVENTS = {"check_recipe": check_share, "after_proof": count_steps, "resume": follow}
-FEATURES["schedule"].update(EVENTS, prepare_model=partial(follow, has_new_layers=True))

@@ -64,6 +64,7 @@ class NativeCompute(Compute):
     )
     casts_by = "the layer's own rule"
     takes_transposed = True
+    parts_module = "fp8_backends.compute.experts.native_layer"
 
     def availability(self) -> Availability:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -270,7 +271,8 @@ class NativeCompute(Compute):
                 yield f"{name}.{state_name}", layer
 
     def _shared(self, root: nn.Module) -> set[SharedCodes]:
-        return {layer.fp8_shared for layer in root.modules() if self.is_converted(layer)}
+        # not `is_converted`: each step asks every module
+        return {layer.fp8_shared for layer in root.modules() if isinstance(layer, KeepsLedger)}
 
 
 class RollDelayedStates:

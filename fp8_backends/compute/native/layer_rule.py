@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import FP8BackendError
 from ...formats.formats import Format
 from ...formats.scaling import (
     GRAD_OUTPUT,
@@ -38,16 +38,18 @@ FPROP, DGRAD, WGRAD = range(3)
 """Indices into `LayerRule.high_precision`."""
 
 
-def _missing(*_) -> None:
-    raise FP8BackendError(
-        "ranks share layers, and this copy of fp8_backends is without tensor parallelism"
-    )
+def _at_first_use(function: str) -> Callable[..., Any]:
+    def imports(*arguments: Any) -> Any:
+        importlib.import_module(f"{__package__}.tensor_parallel")  # enters its functions
+        return PARALLEL[function](*arguments)
+
+    return imports
 
 
-PARALLEL: dict[str, Callable[..., Any]] = dict.fromkeys(
-    ("cut_of", "cut_obstacle", "operands"), _missing
-)
-"""Functions for layers cut over ranks; the feature enters its own."""
+PARALLEL: dict[str, Callable[..., Any]] = {
+    function: _at_first_use(function) for function in ("cut_of", "cut_obstacle", "operands")
+}
+"""Functions for layers cut over ranks."""
 
 
 def parallel(function: str, layer: nn.Module, weight: torch.Tensor, *arguments: Any) -> Any:

@@ -28,7 +28,6 @@ from ..refusals import (
     refuse_transforms,
     refuse_width,
 )
-from ..registry import load
 from .gathered_weights import WeightCodes
 from .layer_rule import (
     DGRAD,
@@ -459,6 +458,3 @@ def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:
     return rule.of(WGRAD).product(
         dy8.along_rows(), Quantized(x, x_scale), out_dtype, by_weight=False
     )
-
-
-load("compute.native")

@@ -54,6 +54,7 @@ class TransformerEngineCompute(Compute):
     fields: tuple[Field | str, ...] = (*RULE_FIELDS, "fast_accumulation")
     casts_by = "the native equivalent of TransformerEngine's rule"
     takes_transposed = True
+    parts_module = "fp8_backends.compute.experts.te_parts"
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("transformer_engine") is None:

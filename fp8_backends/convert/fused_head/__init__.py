@@ -11,7 +11,6 @@ from ...announcement import logger
 from ...compute.interface import Compute
 from ...recipes.handlers import Recipe
 from ...torch_tools.modules import CONVERSION, PLAIN_CONVERSION, plain_name
-from ..features import FEATURES
 from ..weight_products import Found, layer_obstacle
 
 
@@ -24,8 +23,6 @@ def defer_logits(
 ) -> list[tuple[nn.Module, nn.Module]]:
     """Let the output head's FP8 carrier defer its logits, or return one in high precision. Log the
     reason for none."""
-    if not recipe.fused_head:
-        return []
     from . import native_head  # noqa: F401, loads torch.compile
     from .deferred_logits import HEADS, HighPrecisionHead
 
@@ -86,6 +83,3 @@ def make_ordinary(root: nn.Module) -> None:
                 "fused_head: %s runs as an ordinary layer: FSDP2 shards its weight",
                 plain_name(name),
             )
-
-
-FEATURES["fused_head"].update(carriers=defer_logits, before_gathers=make_ordinary)

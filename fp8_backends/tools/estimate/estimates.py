@@ -20,7 +20,7 @@ from ...comm.two_shot import BLOCK
 from ...compute import chips
 from ...compute.fields import check_known, parsed, whole_number
 from ...compute.frozen_weights import SHARDED
-from ...compute.mixed import compute_of
+from ...compute.registry import compute_of
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
 from ...recipes.strings import names_file
