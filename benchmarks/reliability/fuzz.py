@@ -55,9 +55,8 @@ from fp8_backends.accelerate_plugin import launch  # noqa: E402
 from fp8_backends.compute import registry  # noqa: E402
 from fp8_backends.convert import stored_weights  # noqa: E402
 from fp8_backends.recipes.fields import FIELDS  # noqa: E402
-from fp8_backends.recipes.handlers import from_environment  # noqa: E402
-from fp8_backends.recipes.merging import code_over_launch  # noqa: E402
-from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX, environment_fields  # noqa: E402
+from fp8_backends.recipes.handlers import code_over_launch, from_environment  # noqa: E402
+from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX, environment_source  # noqa: E402
 from fp8_backends.tools import config, main  # noqa: E402
 from fp8_backends.tools.estimate import Workload, estimate  # noqa: E402
 from fp8_backends.words import shortened  # noqa: E402
@@ -150,7 +149,7 @@ def run_environment(case: Case) -> None:
             "ao:",
         )
         with contextlib.suppress(FP8BackendError):
-            code_over_launch(FP8RecipeKwargs(backend="native:delayed"), environment_fields())
+            code_over_launch(FP8RecipeKwargs(backend="native:delayed"), environment_source())
     if recipe is not None and LAUNCHED in variables:
         text = variables[LAUNCHED]
         given = json.loads(urllib.parse.unquote(text) if text.startswith("%7B") else text)

@@ -24,7 +24,7 @@ import torch
 
 from ..announcement import logger
 from ..compute.fields import Field, Variable, flag, whole_number
-from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
+from ..errors import BackendUnavailableError, FP8BackendError
 from ..recipes import sources
 from ..recipes.fields import FIELDS, help_of, registered_fields
 from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe
@@ -96,9 +96,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if name.startswith("fp8_"):
             suffixes = {flag_name.removeprefix("fp8_").upper() for flag_name in _flags()}
             suffix = name.removeprefix("fp8_").upper()
-            raise sources.unknown_variable(
-                spelled, suffix, lambda near: f"--fp8_{near.lower()}", suffixes
-            )
+            raise sources.unknown_variable(spelled, suffix, "--fp8_", suffixes)
         near = difflib.get_close_matches(f"--{name}", list(parser._option_string_actions), n=1)
         _refuse(f"unknown flag {spelled}" + (f" (did you mean {near[0]!r}?)" if near else ""))
     args.nondefault = getattr(args, "nondefault", set())
@@ -147,14 +145,12 @@ def _flags() -> dict[str, tuple[Field, Variable]]:
 
 def recipe_flags(args: argparse.Namespace) -> sources.Source:
     """Read the recipe fields in the flags. A flag at its default value counts as given."""
-    fields, places = {}, {}
+    source = sources.Source()
     for name, match in _flags().items():
         if name in args.nondefault:
             value = getattr(args, name)
-            sources.add_field(
-                fields, places, match, value, f"--{name}" if value is True else f"--{name} {value}"
-            )
-    return sources.Source(fields, places)
+            source.read(match, value, f"--{name}" if value is True else f"--{name} {value}")
+    return source
 
 
 def _refuse(message: str) -> NoReturn:
@@ -170,23 +166,8 @@ def recipe_fields(args: argparse.Namespace, config: Configuration) -> dict[str, 
     in_file = sources.config_source(config.get("fp8_config"), config.path)
     # `accelerate config` recommends it for FSDP2
     if _GATHER in in_file.idle and not _uses_fsdp(args, config):
-        in_file = in_file._replace(
-            fields={name: v for name, v in in_file.fields.items() if name != _GATHER}
-        )
-    return merged([recipe_flags(args), in_file, _environment()])
-
-
-def _environment() -> sources.Source:
-    name = sources.environment_name()
-    try:
-        fields = sources.environment_fields()
-    except RecipeError as error:
-        raise RecipeError(f"{name} in the environment: {error}") from None
-    places = {
-        field: f"{name} in the environment, {field}={shown(value)}"
-        for field, value in fields.items()
-    }
-    return sources.Source(fields, places, selects_levels=sources.is_launched())
+        del in_file.fields[_GATHER]
+    return merged([recipe_flags(args), in_file, sources.environment_source()])
 
 
 def _configuration(args: argparse.Namespace, commands: ModuleType) -> Configuration:

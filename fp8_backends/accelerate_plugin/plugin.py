@@ -16,9 +16,20 @@ from accelerate.state import AcceleratorState, DistributedType
 
 from ..announcement import is_main_process, logger
 from ..errors import FP8BackendError, RecipeError
-from ..recipes.handlers import FP8RecipeKwargs, Recipe, from_environment, resolve
-from ..recipes.merging import LAUNCH, code_over_launch
-from ..recipes.sources import PREFIX, environment_fields, environment_name, is_launched, variables
+from ..recipes.handlers import (
+    FP8RecipeKwargs,
+    Recipe,
+    code_over_launch,
+    from_environment,
+    resolve,
+)
+from ..recipes.sources import (
+    LAUNCH,
+    environment_name,
+    environment_source,
+    is_launched,
+    variables,
+)
 from ..recipes.strings import names_backend
 from ..rules.preconditions import check_machine
 from ..words import shown
@@ -186,7 +197,7 @@ def asked_recipe(arguments: Mapping[str, Any], by_trainer: str | None = None) ->
     if is_launched() and (names := sorted(variables(os.environ))) and is_main_process():
         # the launcher leaves none of Accelerate's variables
         logger.warning(
-            f"{', '.join(PREFIX + name for name in names)}, set by the script, has no effect: "
+            f"{', '.join(names)}, set by the script, has no effect: "
             "fp8-backends launch says what the recipe is, and a handler in kwargs_handlers comes "
             "before it"
         )
@@ -256,14 +267,16 @@ def _completed(handler: Any) -> Any:
     """Complete the handler from the launch or the environment. The handler overrides both, with a
     warning."""
     try:
-        fields = environment_fields()
+        source = environment_source()
         # Accelerate's have read the other variables
         if not is_launched() and not isinstance(handler, Recipe):
-            fields = {name: fields[name] for name in fields.keys() & {"backend"}}
-        if not fields:
+            source.fields = {
+                name: value for name, value in source.fields.items() if name == "backend"
+            }
+        if not source.fields:
             return handler
         recipe, warning = code_over_launch(
-            handler, fields, LAUNCH if is_launched() else environment_name()
+            handler, source, LAUNCH if is_launched() else environment_name()
         )
     except RecipeError as error:
         name = type(handler).__name__

@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..announcement import is_main_process
 from ..preparation.optimizer_steps import is_proven
-from ..recipes.sources import environment_fields, is_launched
+from ..recipes.sources import environment_source, is_launched
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ class _Steps:
                 f"fp8-backends launch: {self.script} ended without a proof of FP8{reason}",
                 file=sys.stderr,
             )
-        if is_unprepared and environment_fields().get("on_unproven") != "warn":
+        if is_unprepared and environment_source().fields.get("on_unproven") != "warn":
             sys.exit(1)
 
 

@@ -19,8 +19,8 @@ from ..convert.conversion import Prepared
 from ..convert.weight_products import FP8
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..evidence.auditing import count_flops
-from ..recipes.fields import BF16, NAMING, ONE_SCALE
-from ..recipes.handlers import Recipe, Spec, resolve, settings_of
+from ..recipes.fields import BF16, NAMING, ONE_SCALE, settings_of
+from ..recipes.handlers import Recipe, Spec, resolve
 from ..recipes.strings import canonical_name
 from ..rules.validate import validate
 from ..words import as_html, by_pattern, finite, first_line, in_columns, listed, share

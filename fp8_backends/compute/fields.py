@@ -17,15 +17,15 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4")
 unchanged."""
 DEFAULT_LEVEL = "O2"
 RULE_FIELDS = (
-    *(
-        "use_autocast_during_eval",
-        "margin",
-        "interval",
-        "fp8_format",
-        "amax_history_len",
-        "amax_compute_algo",
-    ),
-    *("override_linear_precision", "products", "fp8_params"),
+    "use_autocast_during_eval",
+    "margin",
+    "interval",
+    "fp8_format",
+    "amax_history_len",
+    "amax_compute_algo",
+    "override_linear_precision",
+    "products",
+    "fp8_params",
 )
 """Fields of TransformerEngine's rules, also in `native`."""
 
@@ -146,7 +146,8 @@ def _takes(values: str) -> Callable:
     return name_values
 
 
-_TRUE, _FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
+TRUE = ("true", "1", "yes", "y", "on", "t")
+FALSE = ("false", "0", "no", "n", "off", "f")
 
 
 @_takes("True, False")
@@ -154,8 +155,8 @@ def flag(value: Any) -> bool:
     """Parse a bool, or a string for one by Accelerate's launcher."""
     if isinstance(value, bool):
         return value
-    if isinstance(value, str) and value.strip().lower() in (*_TRUE, *_FALSE):
-        return value.strip().lower() in _TRUE
+    if isinstance(value, str) and value.strip().lower() in (*TRUE, *FALSE):
+        return value.strip().lower() in TRUE
     raise ValueError("must be True or False")
 
 

@@ -23,6 +23,7 @@ from ..compute import registry
 from ..compute.counts import FPROP, KINDS
 from ..compute.fields import (
     DEFAULT_LEVEL,
+    FALSE,
     Field,
     Variable,
     amax_algorithm,
@@ -69,7 +70,7 @@ _LISTS = ("['", '["', "('", '("')
 
 def _patterns(value: str | Collection[str]) -> tuple[str, ...]:
     """Parse name patterns: one comma-separated string or a sequence of strings."""
-    value = _list_of_text(value)
+    value = _literal(value)
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     # an iterator could be endless; a collection is not
@@ -95,9 +96,7 @@ def _choice(value: str | Collection[str]) -> tuple[str, ...]:
 
 def pairs_of(value: Any, wanted: str) -> dict[str, Any]:
     """Parse a mapping, also as text: "a=b, c=d", or a dictionary as Python or JSON writes it."""
-    if isinstance(value, str) and value.strip().startswith("{"):
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            value = ast.literal_eval(value.strip())
+    value = _literal(value, ("{",))
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",")]
         value = {key.strip(): word.strip() for key, _, word in pairs}
@@ -121,11 +120,13 @@ def _layers(value: Any) -> dict[str, str | int]:
         wanted = f"must have COMPUTE[:SCALING] or bf16 for {pattern!r}, not {shown(name)}"
         if not isinstance(name, str) or not name:
             raise ValueError(wanted)
+        if name.lower() == BF16:
+            return BF16
         try:
-            compute, _, level = (BF16, None, None) if name.lower() == BF16 else parse_backend(name)
+            backend = parse_backend(name)
         except RecipeError as error:
             raise ValueError(f"{wanted}: {error}") from None
-        if compute == AUTO or level is not None:
+        if backend.compute == AUTO or backend.level is not None:
             raise ValueError(f"{wanted}: backend names the level, one for the whole model")
         return name.lower()
 
@@ -157,12 +158,9 @@ def _schedule(value: Any) -> dict[str | int | float, str | int]:
         else:
             start = float(key) if re.fullmatch(r"0?\.[0-9]{1,9}", key) else whole_number(0)(key)
             schedule[start] = name.lower()
-    shares = [key for key in schedule if isinstance(key, float)]
-    if (
-        len(schedule) - (STEPS in schedule) == 0
-        or shares
-        and len(shares) < len(schedule.keys() - {STEPS, 0})
-    ):
+    starts = schedule.keys() - {STEPS}
+    shares = [start for start in starts if isinstance(start, float)]
+    if not starts or shares and len(shares) < len(starts - {0}):
         raise ValueError(
             "must have its starts as steps, 100, or as shares of training, 0.9: one kind"
         )
@@ -200,12 +198,9 @@ def _off_or(*words: str) -> Callable[[Any], str]:
     one = one_of("off", *words)
 
     def parse(value: Any) -> str:
-        if isinstance(value, str) and value.strip().lower() in ("", "none"):
-            return "off"
-        with contextlib.suppress(ValueError):
-            if not flag(value):
-                return "off"
-        return one(value)
+        # text of it too, by Accelerate's launcher
+        text = str(value).strip().lower() if isinstance(value, (bool, str)) else None
+        return "off" if text in ("", "none", *FALSE) else one(value)
 
     parse.values = one.values
     return parse
@@ -223,7 +218,7 @@ def setting(default: Any, parse: Callable[[Any], Any], **declared: Any) -> Any:
     )
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@dataclass(kw_only=True)
 class CommonFields(KwargsHandler):
     """Fields of every backend."""
 
@@ -271,7 +266,7 @@ class CommonFields(KwargsHandler):
     """Action when a step goes wrong: warn logs, skip leaves the step out, stop raises an error."""
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@dataclass(kw_only=True)
 class ScalingField(KwargsHandler):
     """The scaling rule, and the precision of its products."""
 
@@ -299,7 +294,7 @@ class ScalingField(KwargsHandler):
     adds every 128 products in FP32. Name patterns turn it off for these layers only."""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class RuleFields(KwargsHandler):
     """TransformerEngine's options, which `native` follows on any device. In the order of
     Accelerate's handler."""
@@ -386,7 +381,7 @@ class RuleFields(KwargsHandler):
     itself."""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class ConfigFields(KwargsHandler):
     """TorchAO's configuration. In the order of Accelerate's handler."""
 
@@ -398,7 +393,7 @@ class ConfigFields(KwargsHandler):
     """Pad products whose inner dimension is no multiple of 16 (default: on)."""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class GatherField(KwargsHandler):
     """Weight gathers of FSDP2."""
 
@@ -417,7 +412,7 @@ class GatherField(KwargsHandler):
     stored)."""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class LevelFields(KwargsHandler):
     """Fields of the levels, for any backend."""
 
@@ -441,7 +436,7 @@ class LevelFields(KwargsHandler):
     gradient. Not with accumulation or clipping."""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class BackendField(KwargsHandler):
     """The backend string."""
 
@@ -503,6 +498,12 @@ def fields_of(compute: Compute) -> dict[str, Field]:
     return {field.name: field for field in declared}
 
 
+def settings_of(compute: str) -> dict[str, Field]:
+    """Return every field of a recipe with this backend: this package's fields, and the backend's in
+    their place."""
+    return SETTINGS if compute == AUTO else {**SETTINGS, **fields_of(registry.get_compute(compute))}
+
+
 def registered_fields() -> dict[str, Field]:
     """Return the additional fields of registered backends. Loads these backends and skips one that
     does not load."""
@@ -530,16 +531,17 @@ def find_variable(suffix: str) -> tuple[Field, Variable] | None:
 def variable_value(field: Field, variable: Variable, value: Any) -> Any:
     """Parse a value given under one of the field's names; None means "not given". Raises
     `RecipeError`."""
-    if variable.reads is None:
-        return field.parsed(_list_of_text(value))
-    return parsed(variable.suffix.lower(), variable.reads, value)
+    if variable.reads is not None:
+        value = parsed(variable.suffix.lower(), variable.reads, value)
+    return None if value is None else field.parsed(_literal(value))
 
 
-def _list_of_text(value: Any) -> Any:
-    """Parse a list that Accelerate's launcher exported as Python writes it; strip other text."""
+def _literal(value: Any, openings: tuple[str, ...] = _LISTS) -> Any:
+    """Parse a list or dictionary that Accelerate's launcher exported as Python writes it; strip
+    other text."""
     if isinstance(value, str):
         value = value.strip()
-        if value.startswith(_LISTS):
+        if value.startswith(openings):
             # the last two: too deep
             with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
                 value = ast.literal_eval(value)

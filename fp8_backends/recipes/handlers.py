@@ -8,28 +8,24 @@ machine.
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from ..announcement import announce, logger
 from ..compute import hardware, registry
 from ..compute.counts import FPROP, KINDS
-from ..compute.fields import DEFAULT_LEVEL, Field, parsed
+from ..compute.fields import flag, parsed
 from ..errors import RecipeError
 from ..formats.scaling import STATEFUL
-from ..words import shortened, shown
+from ..words import shown
 from .fields import (
     BF16,
-    COMMON,
-    FIELDS,
     NAMING,
-    OF_LEVELS,
     SETTINGS,
     BackendField,
     CommonFields,
@@ -38,29 +34,20 @@ from .fields import (
     LevelFields,
     RuleFields,
     ScalingField,
-    fields_of,
-    mxfp8_scaling,
-    readers,
+    settings_of,
     unknown_field,
 )
+from .merging import Merged, merge, merged, refusal_of
 from .sources import (
-    environment_fields,
+    LAUNCH,
+    Source,
     environment_name,
-    file_source,
+    environment_source,
     foreign_fields,
-    is_launched,
     own_names,
+    placed,
 )
-from .strings import (
-    AUTO,
-    MSAMP,
-    BackendName,
-    canonical_name,
-    level_name,
-    names_file,
-    parse_backend,
-    scaling_name,
-)
+from .strings import AUTO, canonical_name, names_file, scaling_name
 
 
 class TransformerEngineRecipe(Protocol):
@@ -81,7 +68,6 @@ AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
 _MXFP8 = "use_mxfp8_block_scaling"
 
 
-@dataclass(eq=False, repr=False)
 class Recipe(CommonFields):
     """Base of the handlers. A field given as None takes its default.
 
@@ -95,8 +81,6 @@ class Recipe(CommonFields):
     """
 
     backend_name: ClassVar[str] = AUTO
-    further_fields: ClassVar[Mapping[str, Any]] = {}
-    """Values for fields of a registered backend."""
     compute: ClassVar[str]
     level: ClassVar[str]
     given: ClassVar[frozenset[str]]
@@ -107,42 +91,44 @@ class Recipe(CommonFields):
     by_phase: ClassVar[Mapping[str, Recipe | None]] = {}
     """The recipe of each word in `schedule`; None for bf16."""
 
-    def __post_init__(self, use_mxfp8_block_scaling: bool | None = None) -> None:
-        given = {field.name: getattr(self, field.name) for field in fields(self)} | dict(
-            self.further_fields
-        )
-        given[_MXFP8] = use_mxfp8_block_scaling
-        given = {name: value for name, value in given.items() if value is not None}
-        read = _read_fields(given, self.backend_name)
-        include = read.values.get("include", ())
-        if "module_filter_func" in read.values and any(
-            pattern.startswith("+") for pattern in include
-        ):
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        given = _arguments(self, args, kwargs)
+        mxfp8 = given.pop(_MXFP8, None)
+        source = Source(dict(given))
+        if given.get("backend") is None:
+            source.fields["backend"] = self.backend_name
+        if mxfp8 is not None:
+            mxfp8 = parsed(_MXFP8, flag, mxfp8)
+        if mxfp8 and given.get("scaling") is None:
+            source.fields["scaling"] = "mxfp8"
+            source.places["scaling"] = _MXFP8
+        merged = merge([source])
+        asked, (compute, scaling, level), read = merged
+        if mxfp8 is not None and mxfp8 != (asked.scaling == "mxfp8"):
+            raise RecipeError(
+                f"{shown(source.fields['backend'])} with scaling {asked.scaling} and "
+                f"{_MXFP8}={mxfp8} disagree: leave one out"
+            )
+        include = read.get("include", ())
+        if "module_filter_func" in read and any(pattern.startswith("+") for pattern in include):
             raise RecipeError(
                 f"include={shown(list(include))} adds to the layers that are converted by default, "
                 "and module_filter_func chooses all layers: leave one of the two out, or let the "
                 "function accept these, too"
             )
-        named = {name for name in ("scaling", "level") if getattr(read.asked, name) is not None}
-        compute, scaling, level = read.backend
+        if names_file(given.get("backend")):
+            given = merged.fields
         defaults = {
             name: field.default_for(scaling) for name, field in settings_of(compute).items()
         }
-        names = {
-            "backend": given.get("backend"),
-            "compute": compute,
-            "scaling": scaling,
-            "level": level,
-        }
-        given = frozenset(given) - {_MXFP8} | named
-        values = _with_products(read.values)
-        self.__dict__.update(defaults | values | names | {"opt_level": level, "given": given})
+        names = {"compute": compute, "scaling": scaling, "level": level}
+        names["backend"] = given.get("backend")
+        named = {name for name in ("scaling", "level") if getattr(asked, name) is not None}
+        named |= {name for name in NAMING if given.get(name) is not None}
+        values = defaults | _with_products(read) | names
+        self.__dict__.update(values, opt_level=level, given=frozenset({*read, *named}))
         if compute == AUTO:
             return
-        if error := _refusal(
-            read.backend, {name: read.values[name] for name in sorted(read.values)}, self.name
-        ):
-            raise error
         if self.monitor_every and not registry.get_compute(compute).casts_by:
             raise RecipeError(
                 f"monitor_every: {compute} cannot tell how its layers cast; leave it out"
@@ -178,8 +164,8 @@ class Recipe(CommonFields):
         """The canonical backend string; `auto` until `resolve` has picked one."""
         if self.compute == AUTO:
             return AUTO
-        names_level = self.level != "O0" or "level" in self.given
-        return canonical_name(self.compute, self.scaling, self.level if names_level else None)
+        level = self.level if "level" in self.given else None
+        return canonical_name(self.compute, self.scaling, level)
 
     @property
     def comm(self) -> str:
@@ -207,15 +193,15 @@ class Recipe(CommonFields):
         """Return the recipe of a phase of `schedule`; None for bf16."""
         if word == BF16:
             return None
-        recipe, switches = (
-            self._for_layers(word, "schedule"),
-            registry.get_compute(self.compute).switches(self),
-        )
-        if recipe is not self and (recipe.compute != self.compute or "rule" not in switches):
+        recipe = self._for_layers(word, "schedule")
+        if recipe is self:
+            return recipe
+        switches = registry.get_compute(self.compute).switches(self)
+        if recipe.compute != self.compute or "rule" not in switches:
             raise RecipeError(
                 f"schedule: {self.name} cannot change to {word} in a run; only to bf16 and back"
             )
-        if recipe is not self and recipe.scaling in STATEFUL:
+        if recipe.scaling in STATEFUL:
             raise RecipeError(
                 f"schedule: {word} is no rule of a phase alone: make it the backend of the run"
             )
@@ -245,21 +231,15 @@ class Recipe(CommonFields):
         """Return this recipe with another backend, without fields of another backend's or scaling
         rule's own."""
         naming = backend if self.level == "O0" else f"{backend}+msamp:{self.level}"
-        given = {
+        left_out = {*NAMING, *_WHOLE, field}
+        kept = {
             name: value
             for name, value in self.to_kwargs().items()
-            if name not in {*NAMING, *_WHOLE, field}
+            if name not in left_out
+            and (name not in _OF_ONE_RULE or refusal_of(naming, {name: value}) is None)
         }
-        kept = {name: value for name, value in given.items() if name not in _OF_ONE_RULE}
-        kept |= {
-            name: given[name]
-            for name in given.keys() - kept
-            if refusal_of(naming, {name: given[name]}) is None
-        }
-        try:
+        with placed(field):
             recipe = FP8RecipeKwargs(backend=naming, **kept)
-        except RecipeError as error:
-            raise RecipeError(f"{field}: {error}") from None
         return self if (recipe.compute, recipe.scaling) == (self.compute, self.scaling) else recipe
 
     @property
@@ -269,7 +249,7 @@ class Recipe(CommonFields):
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the given fields: `type(recipe)(**recipe.to_kwargs()) == recipe`."""
-        names = (*(field.name for field in fields(self)), *self.further_fields)
+        names = dict.fromkeys([*(field.name for field in fields(self)), *self.described])
         return {name: getattr(self, name) for name in names if name in self.given}
 
     def replace(self: AnyRecipe, **values: Any) -> AnyRecipe:
@@ -306,68 +286,39 @@ class Recipe(CommonFields):
         return f"{type(self).__name__}({', '.join([self.name, *given])})"
 
 
-def _explains_names(cls: type) -> type:
-    """Let a handler's `__init__` translate NeMo's names, accept registered fields, and explain
-    unknown ones."""
-    generated = cls.__init__
-    names = [name for name in inspect.signature(generated).parameters if name != "self"]
-
-    @functools.wraps(generated)
-    def __init__(self, /, *args, **kwargs):
-        kwargs, renamed = own_names(kwargs)
-        if renamed and not args and "backend" in names:
-            kwargs.setdefault("backend", "te")
-        backend = kwargs.get("backend", args[0] if args else None)
-        if "backend" in names and names_file(backend):
-            in_file = file_source(backend).fields
-            try:
-                return self.__init__(
-                    **_over(in_file, {**dict(zip(names, args, strict=False)), **kwargs})
-                )
-            except RecipeError as error:
-                raise RecipeError(f"{backend}: {error}") from None
-        unknown = [name for name in kwargs if name not in names]
-        if unknown and "backend" in names:
-            declared = _fields_by_string(kwargs.get("backend", args[0] if args else None))
-            self.__dict__["further_fields"] = {
-                name: kwargs.pop(name) for name in unknown if name in declared
-            }
-            unknown = [name for name in unknown if name not in declared]
-        if unknown:
-            by_handler = {
-                handler.__name__: [field.name for field in fields(handler)] for handler in HANDLERS
-            }
-            raise unknown_field(unknown[0], type(self).__name__, names, by_handler)
-        generated(self, *args, **kwargs)
-
-    cls.__init__ = __init__
-    return cls
+def _arguments(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a handler by this package's names. Raises `RecipeError` for a field
+    of another handler; `merge` checks the fields of any backend."""
+    handler, names = type(recipe).__name__, recipe.__dataclass_fields__
+    positional = dict(zip(recipe.__match_args__, args, strict=False))
+    if len(positional) < len(args) or positional.keys() & kwargs.keys():
+        raise RecipeError(f"{handler}: write the name of each field, once: {handler}(name=value)")
+    given, is_translated = own_names({**positional, **kwargs})
+    if "backend" in names:
+        return {"backend": "te", **given} if is_translated else given
+    for name in given:
+        if name not in names:
+            by_handler = {other.__name__: [*other.__dataclass_fields__] for other in HANDLERS}
+            raise unknown_field(name, handler, names, by_handler)
+    return given
 
 
-def _over(in_file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe file's fields, overridden by the given ones. The file's string is split into
-    naming fields."""
-    asked = asked_backend(in_file)
-    names = {"backend": asked.compute, "scaling": asked.scaling, "opt_level": asked.level}
-    over = {name: value for name, value in given.items() if name != "backend"}
-    return {
-        **in_file,
-        **{name: value for name, value in {**names, **over}.items() if value is not None},
-    }
+if TYPE_CHECKING:  # a type checker sees each field as an argument of the handler
+    from typing_extensions import dataclass_transform
+
+    @dataclass_transform()
+    def _handler(cls: type[AnyRecipe]) -> type[AnyRecipe]: ...
+else:
+
+    def _handler(cls):
+        cls = dataclass(cls, eq=False, repr=False, init=False)
+        # for `help` and completion
+        names = [Parameter(name, Parameter.KEYWORD_ONLY) for name in cls.__dataclass_fields__]
+        cls.__signature__ = Signature(names)
+        return cls
 
 
-def _fields_by_string(backend: Any) -> dict[str, Field]:
-    """Return the fields that the backend of this string reads; none if the string names no
-    backend."""
-    try:
-        compute = parse_backend(backend).compute if isinstance(backend, str) else AUTO
-    except RecipeError:
-        return {}
-    return {} if compute == AUTO else fields_of(registry.get_compute(compute))
-
-
-@_explains_names
-@dataclass(eq=False, repr=False)
+@_handler
 class TERecipeKwargs(Recipe, RuleFields, ScalingField):
     """Train with TransformerEngine's products: `te:delayed`, or another scaling. Extends
     Accelerate's handler."""
@@ -375,8 +326,7 @@ class TERecipeKwargs(Recipe, RuleFields, ScalingField):
     backend_name = "te"
 
 
-@_explains_names
-@dataclass(eq=False, repr=False)
+@_handler
 class AORecipeKwargs(Recipe, GatherField, ConfigFields, ScalingField):
     """Train with TorchAO's products: `ao:tensorwise`, or another scaling. Extends Accelerate's
     handler."""
@@ -384,8 +334,7 @@ class AORecipeKwargs(Recipe, GatherField, ConfigFields, ScalingField):
     backend_name = "ao"
 
 
-@_explains_names
-@dataclass(eq=False, repr=False)
+@_handler
 class MSAMPRecipeKwargs(Recipe, LevelFields):
     """Train with MS-AMP's levels on native products: `msamp:LEVEL`. Extends Accelerate's
     handler."""
@@ -393,16 +342,14 @@ class MSAMPRecipeKwargs(Recipe, LevelFields):
     backend_name = "msamp"
 
 
-@_explains_names
-@dataclass(eq=False, repr=False)
+@_handler
 class NativeRecipeKwargs(Recipe, GatherField, RuleFields, ScalingField):
     """Train with this package's products: `native:dynamic`, or another scaling."""
 
     backend_name = "native"
 
 
-@_explains_names
-@dataclass(eq=False, repr=False)
+@_handler
 class FP8RecipeKwargs(
     Recipe,
     GatherField,
@@ -418,76 +365,6 @@ class FP8RecipeKwargs(
 HANDLERS = (TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs, NativeRecipeKwargs)
 
 
-def settings_of(compute: str) -> dict[str, Field]:
-    """Return every field of a recipe with this backend: this package's fields, and the backend's in
-    their place."""
-    return SETTINGS if compute == AUTO else {**SETTINGS, **fields_of(registry.get_compute(compute))}
-
-
-class _ReadFields(NamedTuple):
-    asked: BackendName
-    """The backend as string and fields name it."""
-    backend: BackendName
-    """The same with default scaling and level filled in; `auto` has no scaling."""
-    values: dict[str, Any]
-    """The given values of other fields, parsed."""
-
-
-def _read_fields(given: Mapping[str, Any], backend_name: str = AUTO) -> _ReadFields:
-    asked = asked_backend(given, backend_name)
-    settings, level = settings_of(asked.compute), asked.level or "O0"
-    values = {
-        name: settings[name].parsed(value) for name, value in given.items() if name in settings
-    }
-    scaling = asked.scaling
-    if scaling is None and asked.compute != AUTO:
-        backend = registry.get_compute(asked.compute)
-        named = [
-            field.names_scaling(values[name])
-            for name, field in fields_of(backend).items()
-            if name in values and field.names_scaling
-        ]
-        by_level = backend.level_scaling if level != "O0" else None
-        scaling = next(filter(None, [*named, by_level, backend.default_scaling]))
-    return _ReadFields(asked, BackendName(asked.compute, scaling, level), values)
-
-
-def asked_backend(given: Mapping[str, Any], default: str = AUTO) -> BackendName:
-    """Combine backend string and naming fields, with the backend's own names. Raises `RecipeError`
-    if they disagree."""
-    text = given.get("backend", default)
-    if not isinstance(text, str):
-        raise RecipeError(
-            f"backend={shown(text)}: a backend string is wanted, such as 'native:delayed'"
-        )
-    compute, scaling, level = parse_backend(text)
-    if "scaling" in given:
-        word = given["scaling"]
-        scaling = _agreed(
-            text, scaling, "scaling", scaling_name(compute, word, f"scaling={shown(word)}")
-        )
-    if _MXFP8 in given and parsed(_MXFP8, mxfp8_scaling, given[_MXFP8]):
-        scaling = _agreed(text, scaling, _MXFP8, scaling_name(compute, "mxfp8", _MXFP8))
-    elif _MXFP8 in given and scaling == "mxfp8":
-        raise RecipeError(
-            f"{shown(text)} with scaling mxfp8 and {_MXFP8}=False disagree: leave one out"
-        )
-    if "opt_level" in given:
-        word = given["opt_level"]
-        level = _agreed(
-            text, level or None, "opt_level", level_name(word, f"opt_level={shown(word)}")
-        )
-    return BackendName(compute, scaling, DEFAULT_LEVEL if level == "" else level)
-
-
-def _agreed(text: str, part: str | None, name: str, value: str) -> str:
-    if part is not None and part != value:
-        raise RecipeError(
-            f"{shown(text)} says {part} and {name} says {value}: leave one of the two out"
-        )
-    return value
-
-
 _WHOLE = ("layers", "schedule")
 """Fields of the whole model."""
 _OF_ONE_RULE = (
@@ -497,8 +374,8 @@ _OF_ONE_RULE = (
     "amax_compute_algo",
     "fast_accumulation",
     "config",
+    "pad_inner_dim",
 )
-_OF_ONE_RULE += ("pad_inner_dim",)
 """Fields with a meaning for some scaling rules or one backend only: other layers of a model go
 without them."""
 _GRADIENT_FORMATS = {"e4m3": "E4M3", "e5m2": "HYBRID"}
@@ -543,48 +420,6 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError("layers: all layers must keep the same products in high precision")
 
 
-_LEVELS_IN_WORDS = {
-    ("O1", "O2", "O3", "O4"): "a level O1 to O4",
-    ("O3", "O4"): "a level O3 or O4, whose weights travel in FP8",
-    ("O0",): "weights that no level stores",
-}
-
-
-def _refusal(backend: BackendName, values: Mapping[str, Any], name: str) -> RecipeError | None:
-    """Return the error for a level or a field that this backend, called `name`, supports on no
-    machine."""
-    compute = registry.get_compute(backend.compute)
-    if backend.level not in compute.levels:
-        others = ", ".join(
-            other for other in registry.BUILT_IN if len(registry.get_compute(other).levels) > 1
-        )
-        return RecipeError(
-            f"{name}: {backend.compute} goes with {', '.join(compute.levels)} only, its weights "
-            f"stay as they are; backends that go with msamp: {others}"
-        )
-    declared, settings = fields_of(compute), settings_of(backend.compute)
-    for field in map(settings.__getitem__, values):
-        if field.name in COMMON or (field.idle is not None and values[field.name] == field.idle):
-            continue
-        unread = f"{field.name} is not read by {name}"
-        if backend.level not in field.levels:
-            level = DEFAULT_LEVEL if DEFAULT_LEVEL in field.levels else field.levels[0]
-            return RecipeError(
-                f"{unread}, only with {_LEVELS_IN_WORDS[field.levels]}: leave it out, or use "
-                f"{backend.compute if level == 'O0' else f'{backend.compute}+msamp:{level}'}"
-            )
-        if field.name not in declared and field.name not in OF_LEVELS:
-            return RecipeError(
-                f"{unread}, only by {readers(field.name)}: leave it out, or use these"
-            )
-        rules = [
-            f"{backend.compute}:{rule}" for rule in field.scalings or () if rule in compute.scalings
-        ]
-        if rules and f"{backend.compute}:{backend.scaling}" not in rules:
-            return RecipeError(f"{unread}, only by {', '.join(rules)}: leave it out, or use that")
-    return None
-
-
 def resolve(spec: Spec = None) -> FP8RecipeKwargs:
     """Return the recipe for `spec`, with every default filled in.
 
@@ -619,19 +454,6 @@ def chosen_by_auto(recipe: FP8RecipeKwargs) -> tuple[FP8RecipeKwargs, str]:
     return recipe.replace(backend=backend), reason
 
 
-def refusal_of(backend: str, given: Mapping[str, Any]) -> RecipeError | None:
-    """Return the error if the backend of this string cannot honour these fields."""
-    try:
-        read = _read_fields({**given, "backend": backend})
-    except RecipeError as error:
-        return error
-    for name in given:
-        if name not in NAMING and name not in read.values:
-            return unknown_field(name, "FP8RecipeKwargs", FIELDS, {})
-    compute, scaling, _ = read.backend
-    return _refusal(read.backend, read.values, canonical_name(compute, scaling, read.asked.level))
-
-
 def from_environment(environ: Mapping[str, str] | None = None) -> Recipe | None:
     """Return the recipe in `FP8_BACKENDS_RECIPE` (from `fp8-backends launch`), else in
     `ACCELERATE_FP8_*` (any case), or None.
@@ -639,18 +461,78 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Recipe | None:
     A value of `ACCELERATE_FP8_*` equal to the default of Accelerate's launcher counts as not given.
     Without `ACCELERATE_FP8_BACKEND`, `auto` picks the backend.
     """
-    try:
-        asked = environment_fields(environ)
-        names_msamp = any(word in asked.get("backend", AUTO).lower() for word in MSAMP)
-        if "opt_level" in asked and not names_msamp and not is_launched(environ):
-            level = shortened(asked["opt_level"])  # Accelerate's launcher always exports one
-            raise RecipeError(
-                f"OPT_LEVEL={level} selects no level by itself: say "
-                f"ACCELERATE_FP8_BACKEND=msamp:{level} or COMPUTE+msamp:{level}, or leave it out"
-            )
-        return FP8RecipeKwargs(**asked) if asked else None
-    except RecipeError as error:
-        raise RecipeError(f"{environment_name(environ)} in the environment: {error}") from None
+    source = environment_source(environ)
+    if not source.fields:
+        return None
+    fields = merge([source]).fields
+    with placed(f"{environment_name(environ)} in the environment"):
+        return FP8RecipeKwargs(**fields)
+
+
+def code_over_launch(
+    handler: Any, launch: Source, origin: str = LAUNCH
+) -> tuple[Recipe, str | None]:
+    """Merge a handler with the fields of a launch or of the environment (`origin`, for messages); a
+    handler with another backend ignores them. Return the recipe, and a warning in one line if the
+    script overrides the launch. In Accelerate's handlers, which fill in every field, a value equal
+    to the default counts as not given."""
+    name, recipe = type(handler).__name__, handler
+    if not isinstance(handler, Recipe):  # Accelerate's: ours of the same name
+        foreign = foreign_fields(handler)
+        backend = foreign.pop("backend").lower()
+        ours = next(other for other in HANDLERS if other.backend_name == backend)
+        recipe = ours(**foreign)
+    # a level completes a script that names msamp
+    launched = merge([replace(launch, fills_in=False)])
+    if not _agree_on_backend(recipe, launched):
+        warning = (
+            f"{name} in the script means {recipe.name}, {origin} said {_written(launch.fields)}: "
+        )
+        return recipe, warning + "the script's recipe is used, and alone"
+    given = recipe.to_kwargs()
+    if recipe.compute == AUTO:
+        given.pop("backend", None)
+    elif launched.asked.compute == AUTO:
+        given.setdefault("backend", recipe.backend_name)
+    theirs = {**launched.values, "opt_level": launched.backend.level}
+    naming = launch.fields.keys() & {"scaling", "opt_level"}
+    both = given.keys() & (launched.values.keys() | naming)
+    if "scaling" in both:
+        word = launched.backend.scaling
+        theirs["scaling"] = scaling_name(recipe.compute, word, launch.places["scaling"])
+    overridden = {
+        field: launch.fields.get(field, theirs[field])
+        for field in sorted(both)
+        if theirs[field] != given[field]
+    }
+    warning = None
+    if overridden:
+        warning = (
+            f"{name} in the script says {_written({field: given[field] for field in overridden})}, "
+            f"{origin} said {_written(overridden)}: the script's value is used"
+        )
+    code = Source(given, {field: f"{field} of {name} in the script" for field in given})
+    return FP8RecipeKwargs(**merged([code, launch])), warning
+
+
+def _agree_on_backend(recipe: Recipe, launched: Merged) -> bool:
+    """Return True if a script's recipe keeps the launch's backend. A recipe without a backend
+    completes any."""
+    compute, scaling, level = launched.backend
+    if AUTO in (recipe.compute, compute):
+        return True
+    if "backend" in recipe.given:
+        return recipe.name == canonical_name(compute, scaling, launched.asked.level)
+    given = recipe.to_kwargs()
+    same_scaling = "scaling" not in given or recipe.scaling == scaling
+    same_level = "opt_level" not in given or recipe.level == level
+    # an MSAMPRecipeKwargs completes levels alone
+    has_level = "level" not in recipe.given or level != "O0"
+    return recipe.compute == compute and same_scaling and same_level and has_level
+
+
+def _written(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={shown(value)}" for name, value in fields.items())
 
 
 def _as_recipe(spec: Any) -> FP8RecipeKwargs:

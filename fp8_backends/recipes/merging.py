@@ -1,44 +1,108 @@
-"""Merge one recipe from several places: code, flags, a YAML file, the environment.
+"""Merge the recipe fields of several places by one precedence: code, flags, a YAML file, the
+environment.
 
-The stronger place wins, field by field. A field from a weaker place that the chosen backend does
-not read is an error, unless it is a default that the place fills in.
+The stronger place wins, field by field. A field that the chosen backend does not read is an error
+with its place, unless it is a default that the place fills in.
 """
 
+import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..compute import registry
+from ..compute.fields import DEFAULT_LEVEL, Field
 from ..errors import RecipeError
 from ..words import shown
-from .fields import NAMING
-from .handlers import (
-    AORecipeKwargs,
-    FP8RecipeKwargs,
-    MSAMPRecipeKwargs,
-    Recipe,
-    TERecipeKwargs,
-    refusal_of,
+from .fields import (
+    COMMON,
+    FIELDS,
+    NAMING,
+    OF_LEVELS,
+    fields_of,
+    readers,
+    settings_of,
+    unknown_field,
 )
-from .sources import Source, file_source, foreign_fields
-from .strings import AUTO, BackendName, names_file, parse_backend, scaling_name
+from .sources import Source, file_source, placed
+from .strings import (
+    AUTO,
+    BackendName,
+    canonical_name,
+    has_scaling,
+    level_name,
+    names_file,
+    parse_backend,
+    scaling_name,
+)
+
+
+class Merged(NamedTuple):
+    asked: BackendName
+    """The backend as the places name it."""
+    backend: BackendName
+    """The same with default scaling and level filled in; `auto` keeps the named scaling."""
+    values: dict[str, Any]
+    """The other fields, parsed."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The arguments of `FP8RecipeKwargs`."""
+        naming = {"backend": canonical_name(*self.asked)}
+        if self.asked.compute == AUTO:
+            naming = {"scaling": self.asked.scaling, "opt_level": self.asked.level}
+        return {name: word for name, word in naming.items() if word is not None} | self.values
+
+
+def merge(sources: Sequence[Source], choices: Sequence[str] = ()) -> Merged:
+    """Merge the fields of these places, the strongest first. A recipe file in a place is weaker
+    than the place's other fields. `choices`: if `auto` is to pick the backend, one of these
+    backends must read the fields. Raises `RecipeError` with the field's place."""
+    sources = [part for source in sources for part in _without_file(source)]
+    asked, places = _asked_backend(sources)
+    candidates: Sequence[str] = [asked.compute]
+    if asked.compute == AUTO:
+        fitting = [compute for compute in choices if has_scaling(compute, asked.scaling)]
+        candidates = fitting or choices[:1]
+    with placed(places.get("scaling")):
+        backends = [_completed(compute, asked, sources) for compute in candidates]
+    for backend in backends:
+        with placed(places.get("level")):
+            _check_level(backend, asked)
+    settings, values = settings_of(asked.compute), {}
+    for source in sources:
+        for name, value in source.fields.items():
+            if name in NAMING or name in values:
+                continue
+            with placed(source.places.get(name)):
+                if name not in settings:
+                    raise unknown_field(name, "FP8RecipeKwargs", FIELDS, {})
+                if value is None:
+                    continue
+                parsed = settings[name].parsed(value)
+                refusals = [_refusal(settings[name], parsed, asked, each) for each in backends]
+                if None in refusals or not refusals:
+                    values[name] = parsed
+                elif name not in source.idle:
+                    raise refusals[0]
+    if asked.compute == AUTO:
+        return Merged(asked, BackendName(AUTO, asked.scaling, asked.level or "O0"), values)
+    return Merged(asked, backends[0], values)
 
 
 def merged(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge the fields of these places, the strongest first. A recipe file in a place is weaker
-    than the place's other fields. Raises `RecipeError` with the field's place."""
-    sources = [part for source in sources for part in _without_file(source)]
-    naming = _merged_naming(sources)
-    fields = dict(naming)
-    for source in sources:
-        for name, value in source.fields.items():
-            if name in NAMING or name in fields:
-                continue
-            refusal = _refusal({**naming, name: value})
-            if refusal is None:
-                fields[name] = value
-            elif name not in source.idle:
-                raise RecipeError(f"{source.places[name]}: {refusal}")
-    return fields
+    """Merge places into arguments of `FP8RecipeKwargs`, for a backend that `auto` may pick."""
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    return merge(sources, ["te", "native"] if has_te else ["native"]).fields
+
+
+def refusal_of(backend: str, given: Mapping[str, Any]) -> RecipeError | None:
+    """Return the error if the backend of this string cannot honour these fields."""
+    try:
+        merge([Source({**given, "backend": backend})])
+    except RecipeError as error:
+        return error
+    return None
 
 
 def _without_file(source: Source) -> list[Source]:
@@ -46,133 +110,120 @@ def _without_file(source: Source) -> list[Source]:
     backend = source.fields.get("backend")
     if not names_file(backend):
         return [source]
-    return [source._replace(fields={**source.fields, "backend": None}), file_source(backend)]
+    own = dataclasses.replace(source, fields={**source.fields, "backend": None})
+    return [own, file_source(backend)]
 
 
-def _merged_naming(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge the naming fields: stronger places override parts of the backend string, which
-    overrides the others."""
-    naming: dict[str, Any] = {}
+def _asked_backend(sources: Sequence[Source]) -> tuple[BackendName, dict[str, str | None]]:
+    """Merge the naming fields, and return the places of scaling and level. The strongest backend
+    string counts alone; stronger fields override its parts, weaker ones only complete it."""
     at = _strongest(sources, "backend")
     name = BackendName(AUTO)
-    if at is not None:
-        naming["backend"] = sources[at].fields["backend"]
-        _check_naming(naming, sources[at], "backend")
-        name = parse_backend(naming["backend"])
+    places: dict[str, str | None] = {}
+    if at < len(sources):
+        text = sources[at].fields["backend"]
+        place = sources[at].places.get("backend")
+        with placed(place):
+            name = parse_backend(text)
+        places = {"scaling": place, "level": place}
     for part, field in (("scaling", "scaling"), ("level", "opt_level")):
         by = _strongest(sources, field)
-        if by is None:
+        if by == len(sources):
             continue
-        source, is_idle = sources[by], field in sources[by].idle
-        if field == "opt_level" and not source.selects_levels and name.level is None:
-            if is_idle:
+        source, in_string = sources[by], getattr(name, part)
+        word, place = source.fields[field], source.places.get(field)
+        selects_none = part == "level" and source.fills_in and name.level is None
+        if field in source.idle and (selects_none or by == at and in_string):
+            continue
+        with placed(place):
+            if selects_none:
+                raise RecipeError(
+                    f"{word} selects no level by itself: say the backend as msamp:{word} or "
+                    f"COMPUTE+msamp:{word}, or leave it out"
+                )
+            if in_string and by > at:
                 continue
-            level = source.fields[field]
-            raise RecipeError(
-                f"{source.places[field]}: {level} selects no level by itself: say the backend as "
-                f"msamp:{level} or COMPUTE+msamp:{level}, or leave it out"
-            )
-        if by == at and is_idle and getattr(name, part):
-            continue  # its default, and the string has another value
-        if at is not None and by < at and getattr(name, part):
-            name = name._replace(**{part: None if part == "scaling" else ""})
-            scaling = f":{name.scaling}" if name.scaling else ""
-            level = "" if name.level is None else f"+msamp:{name.level}".rstrip(":")
-            naming["backend"] = f"{name.compute}{scaling}{level}"
-        if at is None or by <= at or not getattr(name, part):
-            naming[field] = source.fields[field]
-            _check_naming(naming, source, field)
-    return naming
+            said = f"{field}={shown(word)}"
+            if part == "level":
+                value = level_name(word, said)
+            else:
+                value = scaling_name(name.compute, word, said)
+            if in_string and by == at and value != in_string:
+                raise RecipeError(
+                    f"{shown(text)} says {in_string} and {field} says {value}: leave one of the "
+                    "two out"
+                )
+        name = name._replace(**{part: value})
+        places[part] = place
+    return name._replace(level=DEFAULT_LEVEL if name.level == "" else name.level), places
 
 
-def _strongest(sources: Sequence[Source], field: str) -> int | None:
-    """Return the index of the strongest place with this field."""
-    return next(
-        (i for i, source in enumerate(sources) if source.fields.get(field) is not None), None
+def _strongest(sources: Sequence[Source], field: str) -> int:
+    """Return the index of the strongest place with this field; behind the last one without."""
+    given = (i for i, source in enumerate(sources) if source.fields.get(field) is not None)
+    return next(given, len(sources))
+
+
+def _completed(compute: str, asked: BackendName, sources: Sequence[Source]) -> BackendName:
+    """Fill in the scaling rule that a field, the level or the backend implies, and the level."""
+    backend, level = registry.get_compute(compute), asked.level or "O0"
+    if asked.scaling is not None:
+        word = f"scaling={shown(asked.scaling)}"
+        return BackendName(compute, scaling_name(compute, asked.scaling, word), level)
+    for field in fields_of(backend).values():
+        at = _strongest(sources, field.name) if field.names_scaling else len(sources)
+        if at < len(sources):
+            value = field.parsed(sources[at].fields[field.name])
+            if scaling := field.names_scaling(value):
+                return BackendName(compute, scaling, level)
+    by_level = backend.level_scaling if level != "O0" else None
+    return BackendName(compute, by_level or backend.default_scaling, level)
+
+
+_LEVELS_IN_WORDS = {
+    ("O1", "O2", "O3", "O4"): "a level O1 to O4",
+    ("O3", "O4"): "a level O3 or O4, whose weights travel in FP8",
+    ("O0",): "weights that no level stores",
+}
+
+
+def _check_level(backend: BackendName, asked: BackendName) -> None:
+    """Raise `RecipeError` for a level that the backend does not take."""
+    levels = registry.get_compute(backend.compute).levels
+    if backend.level in levels:
+        return
+    others = ", ".join(
+        other for other in registry.BUILT_IN if len(registry.get_compute(other).levels) > 1
+    )
+    raise RecipeError(
+        f"{_name(backend, asked)}: {backend.compute} goes with {', '.join(levels)} only, its weights stay as they "
+        f"are; backends that go with msamp: {others}"
     )
 
 
-def _check_naming(naming: Mapping[str, Any], source: Source, field: str) -> None:
-    if error := _refusal(naming):
-        raise RecipeError(f"{source.places[field]}: {error}")
+def _name(backend: BackendName, asked: BackendName) -> str:
+    return canonical_name(backend.compute, backend.scaling, asked.level)
 
 
-def _refusal(fields: Mapping[str, Any]) -> RecipeError | None:
-    """Return the error if the backend, or for `auto` every backend it may choose, cannot honour
-    these fields."""
-    backends = [fields.get("backend", AUTO)]
-    if backends[0].strip().lower() == AUTO:
-        backends = (
-            ["te", "native"] if importlib.util.find_spec("transformer_engine") else ["native"]
+def _refusal(
+    field: Field, value: Any, asked: BackendName, backend: BackendName
+) -> RecipeError | None:
+    """Return the error for a field that this backend reads on no machine."""
+    if field.name in COMMON or (field.idle is not None and value == field.idle):
+        return None
+    compute, scaling, level = backend
+    unread = f"{field.name} is not read by {_name(backend, asked)}"
+    if level not in field.levels:
+        wanted = DEFAULT_LEVEL if DEFAULT_LEVEL in field.levels else field.levels[0]
+        return RecipeError(
+            f"{unread}, only with {_LEVELS_IN_WORDS[field.levels]}: leave it out, or use "
+            f"{compute if wanted == 'O0' else f'{compute}+msamp:{wanted}'}"
         )
-    refusals = [refusal_of(backend, fields) for backend in backends]
-    return None if None in refusals else refusals[0]
-
-
-LAUNCH = "fp8-backends launch"
-
-
-def code_over_launch(
-    handler: Any, launched: Mapping[str, Any], origin: str = LAUNCH
-) -> tuple[Recipe, str | None]:
-    """Merge a handler with the fields of a launch or of the environment (`origin`, for messages); a
-    handler with another backend ignores them. Return the recipe, and a warning in one line if the
-    script overrides the launch. In Accelerate's handlers, which fill in every field, a value equal
-    to the default counts as not given."""
-    name, recipe = type(handler).__name__, handler
-    if not isinstance(handler, Recipe):  # Accelerate's: ours of the same name
-        fields = {key: value for key, value in foreign_fields(handler).items() if value is not None}
-        ours = {"te": TERecipeKwargs, "msamp": MSAMPRecipeKwargs, "ao": AORecipeKwargs}[
-            fields.pop("backend").lower()
-        ]
-        if ours is MSAMPRecipeKwargs and fields.get("opt_level") == "O2":
-            del fields["opt_level"]
-        recipe = ours(**fields)
-    launch_recipe = FP8RecipeKwargs(**launched)
-    if not _agree_on_backend(
-        recipe, FP8RecipeKwargs(**{key: launched[key] for key in NAMING if key in launched})
-    ):
-        warning = f"{name} in the script means {recipe.name}, {origin} said {_written(launched)}: "
-        return recipe, warning + "the script's recipe is used, and alone"
-    fields = {
-        key: value for key, value in recipe.to_kwargs().items() if (key, value) != ("backend", AUTO)
-    }
-    if launch_recipe.compute == AUTO != recipe.compute:
-        fields.setdefault("backend", type(recipe).backend_name)
-    code = Source(fields, {key: f"{key} of {name} in the script" for key in fields})
-    places = {key: f"{key} of {origin}" for key in launched}
-    launch = Source(launched, places, selects_levels=origin == LAUNCH)
-    in_file = launch_recipe.to_kwargs().keys() - {*NAMING}
-    both = fields.keys() & {*launched, *in_file} - {"backend"}
-    values = dict(launch_recipe.__dict__)
-    if "scaling" in both:
-        values["scaling"] = scaling_name(recipe.compute, values["scaling"], f"scaling of {origin}")
-    overridden = {
-        key: launched.get(key, values[key]) for key in sorted(both) if values[key] != fields[key]
-    }
-    warning = None
-    if overridden:
-        warning = (
-            f"{name} in the script says {_written({key: fields[key] for key in overridden})}, "
-            f"{origin} said {_written(overridden)}: the script's value is used"
-        )
-    return FP8RecipeKwargs(**merged([code, launch])), warning
-
-
-def _agree_on_backend(recipe: Recipe, launched: Recipe) -> bool:
-    """Return True if a script's recipe keeps the launch's backend. A recipe without a backend
-    completes any."""
-    if AUTO in (recipe.compute, launched.compute):
-        return True
-    given = recipe.to_kwargs()
-    if "backend" in given:
-        return recipe.name == launched.name
-    implied = parse_backend(type(recipe).backend_name)
-    same_scaling = "scaling" not in given or recipe.scaling == launched.scaling
-    same_level = "opt_level" not in given or recipe.level == launched.level
-    has_level = implied.level is None or launched.level != "O0"
-    return implied.compute == launched.compute and has_level and same_scaling and same_level
-
-
-def _written(fields: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={shown(value)}" for name, value in fields.items())
+    declared = registry.get_compute(compute)
+    if field.name not in fields_of(declared) and field.name not in OF_LEVELS:
+        return RecipeError(f"{unread}, only by {readers(field.name)}: leave it out, or use these")
+    rules = [rule for rule in field.scalings or () if rule in declared.scalings]
+    if rules and scaling not in rules:
+        readable = ", ".join(f"{compute}:{rule}" for rule in rules)
+        return RecipeError(f"{unread}, only by {readable}: leave it out, or use that")
+    return None

@@ -2,14 +2,15 @@
 fields of `FP8RecipeKwargs`. Objects are recognized by class name; no library is imported."""
 
 import collections
+import contextlib
 import dataclasses
 import difflib
 import json
 import os
 import urllib.parse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -93,36 +94,32 @@ def foreign_fields(spec: Any) -> dict[str, Any] | None:
 def _accelerate_fields(handler: Any, backend: str | None) -> dict[str, Any]:
     """Translate a handler; `backend` None: the deprecated one, which has the fields of both TE and
     MS-AMP."""
-    if backend == "ao":
-        return _ao_fields(handler)
-    names = [*(field.name for field in dataclasses.fields(RuleFields)), "opt_level"]
-    given = {name: value for name in names if (value := getattr(handler, name, None)) is not None}
+    given = {name: value for name in _READ if (value := getattr(handler, name, None)) is not None}
     fields = {
         name: value
         for name, value in given.items()
         if FIELDS[name].parsed(value) != FIELDS[name].launcher_default
     }
-    mxfp8 = {"scaling": "mxfp8"} if getattr(handler, "use_mxfp8_block_scaling", None) else {}
-    return {"backend": backend or getattr(handler, "backend", None) or "te", **mxfp8, **fields}
+    options = {name: given[name] for name in _AO_OPTIONS if name in given}
+    # without the user's config, Accelerate builds one from both options
+    if len(options) == 2 and given["config"] == type(given["config"])(**options):
+        del fields["config"]
+    else:
+        fields |= options
+    if getattr(handler, "use_mxfp8_block_scaling", None):
+        fields["scaling"] = "mxfp8"
+    return {"backend": backend or getattr(handler, "backend", None) or "te", **fields}
 
 
-def _ao_fields(handler: Any) -> dict[str, Any]:
-    pad, gather = handler.pad_inner_dim, handler.enable_fsdp_float8_all_gather
-    config = handler.config
-    # without the user's config, Accelerate builds one from the two options, and both default to
-    # True
-    has_both = pad is not None and gather is not None
-    if has_both and config == type(config)(pad_inner_dim=pad, enable_fsdp_float8_all_gather=gather):
-        config, pad, gather = None, (None if pad else False), (None if gather else False)
-    return {
-        "backend": "ao",
-        "config": config,
-        "module_filter_func": handler.module_filter_func,
-        "pad_inner_dim": pad,
-        "enable_fsdp_float8_all_gather": gather,
-    }
-
-
+_AO_OPTIONS = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
+_READ = (
+    *(field.name for field in dataclasses.fields(RuleFields)),
+    "opt_level",
+    "config",
+    "module_filter_func",
+    *_AO_OPTIONS,
+)
+"""Fields with an attribute in Accelerate's handlers."""
 _ACCELERATE_HANDLERS = {
     "FP8RecipeKwargs": None,
     "TERecipeKwargs": "te",
@@ -167,20 +164,11 @@ def _te_recipe_fields(spec: Any, class_name: str) -> dict[str, Any]:
     """Read the fields; refuse other attributes that differ from their class: `te` creates its own
     recipe of it."""
     scaling, read = _TE_RECIPES[class_name]
-    cls = type(spec)
-    defaults = (
-        {field.name: field.default for field in dataclasses.fields(cls)}
-        if dataclasses.is_dataclass(cls)
-        else {}
-    )
-    defaults["backward_override"] = None  # the class may read another value from the environment
     for name, value in vars(spec).items():
-        default = defaults.get(name, getattr(cls, name, dataclasses.MISSING))
-        if (
-            name.startswith("_")
-            or name in read
-            or _holds(lambda value=value, default=default: value == default)
-        ):
+        default = getattr(type(spec), name, dataclasses.MISSING)
+        if name == "backward_override":
+            default = None  # the class may read another value from the environment
+        if name.startswith("_") or name in read or _equal(value, default):
             continue
         has = (
             "has no such field"
@@ -193,15 +181,71 @@ def _te_recipe_fields(spec: Any, class_name: str) -> dict[str, Any]:
     return {"backend": f"te:{scaling}", **values}
 
 
-def _holds(comparison: Callable[[], Any], otherwise: bool = False) -> bool:
-    """Return the result of a comparison of arbitrary objects; `otherwise` if it has no truth value,
-    as with arrays."""
+def _equal(one: Any, other: Any) -> bool:
+    """Compare arbitrary objects; False if the comparison has no truth value, as with arrays."""
     try:
-        return bool(comparison())
+        return bool(one == other)
     except Exception:
-        return otherwise
+        return False
 
 
+@contextlib.contextmanager
+def placed(place: str | None) -> Iterator[None]:
+    """Put the place of a value in front of a `RecipeError` of this block; None leaves it as it
+    is."""
+    try:
+        yield
+    except RecipeError as error:
+        if place is None:
+            raise
+        raise RecipeError(f"{place}: {error}") from None
+
+
+@dataclasses.dataclass
+class Source:
+    """The recipe fields from one place."""
+
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Values by name; None: not given."""
+    places: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Each field as the place writes it, for messages; empty for code."""
+    idle: set[str] = dataclasses.field(default_factory=set)
+    """Fields at a default that the place fills in: not given, unless the backend reads them."""
+    fills_in: bool = False
+    """True if the place fills in defaults. There an `opt_level` selects no level, unless the
+    backend string names msamp."""
+
+    def read(
+        self,
+        match: tuple[Field, Variable],
+        value: Any,
+        place: str,
+        launcher_default: Any = None,
+    ) -> None:
+        """Parse a value under one of a field's names, and add it unless it is that default. Raises
+        `RecipeError` with the place."""
+        field, variable = match
+        is_no = field.name == "backend" and str(value).strip().upper() in ("", "NO")
+        if value is None or is_no and self.fills_in:
+            return
+        with placed(place):
+            parsed = variable_value(field, variable, value)
+        if parsed is None or parsed == launcher_default:
+            return
+        self.add(field.name, parsed, place)
+        if self.fills_in and parsed in (variable.launcher_default, variable.question_default):
+            self.idle.add(field.name)
+
+    def add(self, name: str, value: Any, place: str) -> None:
+        """Add a parsed value. Raises `RecipeError` if the place gives another value, too."""
+        if self.fields.setdefault(name, value) != value:
+            raise RecipeError(
+                f"{place} disagrees with {self.places[name]}: leave one of the two out"
+            )
+        self.places.setdefault(name, place)
+
+
+LAUNCH = "fp8-backends launch"
 LAUNCHED = "FP8_BACKENDS_RECIPE"
 """Variable with the launched recipe for workers: JSON of given fields, percent-encoded for a remote
 shell."""
@@ -211,22 +255,27 @@ _OVERRIDES = ("OVERRIDE_FPROP", "OVERRIDE_DGRAD", "OVERRIDE_WGRAD")
 
 
 def unknown_variable(
-    written: str,
-    suffix: str,
-    spelling: Callable[[str], str],
-    names: Iterable[str] = tuple(VARIABLES),
+    written: str, suffix: str, prefix: str = "", names: Iterable[str] = tuple(VARIABLES)
 ) -> RecipeError:
-    """Return the error for a name without a field, as `written`; `spelling` spells a variable's
-    name there."""
+    """Return the error for a name without a field, as `written`; `prefix` begins names there."""
     objects = {field.own_suffix: field.name for field in FIELDS.values() if field.is_object}
     if field := objects.get(suffix):
         return RecipeError(
             f"{written}: {field} takes a Python object, which no text can give: pass it in the "
             f"script, Accelerator(kwargs_handlers=[fp8_backends.FP8RecipeKwargs({field}=...)])"
         )
-    matches = difflib.get_close_matches(suffix, list(names), n=1, cutoff=0.5)
-    hint = f" (did you mean {spelling(matches[0])!r}?)" if matches else ""
+    near = difflib.get_close_matches(suffix, list(names), n=1, cutoff=0.5)
+    spelled = prefix + "".join(near if prefix.isupper() else map(str.lower, near))
+    hint = f" (did you mean {spelled!r}?)" if near else ""
     return RecipeError(f"{shortened(written, 400)} is not known{hint}")
+
+
+def _variable(suffix: str, written: str, prefix: str = "") -> tuple[Field, Variable]:
+    """Return the field of a name, and the name. Raises `RecipeError`."""
+    match = find_variable(suffix)
+    if match is None:
+        raise unknown_variable(written, suffix, prefix)
+    return match
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
@@ -235,151 +284,91 @@ def is_launched(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def environment_name(environ: Mapping[str, str] | None = None) -> str:
-    """Name the variables that `environment_fields` reads, for messages."""
+    """Name the variables that `environment_source` reads, for messages."""
     return LAUNCHED if is_launched(environ) else f"{PREFIX}*"
 
 
-def environment_fields(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the fields in `FP8_BACKENDS_RECIPE`, else in `ACCELERATE_FP8_*`, without the
-    launcher's defaults."""
+def environment_source(environ: Mapping[str, str] | None = None) -> Source:
+    """Read `FP8_BACKENDS_RECIPE`, else `ACCELERATE_FP8_*` without the launcher's defaults."""
     environ = os.environ if environ is None else environ
     if is_launched(environ):
-        text = environ[LAUNCHED]
-        try:
-            given = from_json(urllib.parse.unquote(text) if text.startswith("%7B") else text)
-        except (ValueError, RecursionError):
-            given = None
-        if not isinstance(given, dict):
-            wanted = 'not a JSON object of recipe fields, such as {"backend": "native:rowwise"}'
-            raise RecipeError(f"{wanted}: {shown(text)}")
-        return {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in given.items()
-        }
-    texts = variables(environ)
-    overrides = [texts.pop(suffix, "False") for suffix in _OVERRIDES]
-    fields: dict[str, Any] = {}
-    for suffix, text in texts.items():
-        if (match := find_variable(suffix)) is None:
-            raise unknown_variable(PREFIX + suffix, suffix, lambda name: PREFIX + name)
-        field, variable = match
-        value = variable_value(field, variable, text)
-        if value is None or value == variable.launcher_default:
+        launched = _launched_fields(environ[LAUNCHED])
+        return Source(launched, dict.fromkeys(launched, f"{LAUNCHED} in the environment"))
+    source = Source(fills_in=True)
+    overrides = dict.fromkeys(_OVERRIDES, "False")
+    for key, text in variables(environ).items():
+        suffix = key.upper().removeprefix(PREFIX)
+        if suffix in overrides:
+            overrides[suffix] = text
             continue
-        if fields.setdefault(field.name, value) != value:
-            raise RecipeError(
-                f"{PREFIX}{suffix}={shown(text)} disagrees with another variable that says "
-                f"{shown(fields[field.name])}"
-            )
+        match = _variable(suffix, key, PREFIX)
+        default = match[1].launcher_default
+        source.read(match, text, f"{key}={shortened(text)}", launcher_default=default)
+    named = ", ".join(f"{suffix}={shortened(text)}" for suffix, text in overrides.items())
     try:
-        if any(flags := three_flags(overrides)):
-            fields["override_linear_precision"] = flags
+        flags = three_flags([*overrides.values()])
     except ValueError:
-        named = ", ".join(
-            f"{suffix}={shortened(text)}"
-            for suffix, text in zip(_OVERRIDES, overrides, strict=True)
-        )
         raise RecipeError(
             f"{named}: three bools are wanted, one of them False. Accelerate's launcher cuts a "
-            "YAML string such as "
-            '"(false, false, false)" into letters: write a list, [false, false, false], or use '
-            "fp8-backends launch"
+            'YAML string such as "(false, false, false)" into letters: write a list, [false, '
+            "false, false], or use fp8-backends launch"
         ) from None
-    if fields.get("backend", "").lower() == "no":
-        del fields["backend"]
-    return fields
+    if any(flags):
+        source.add("override_linear_precision", flags, named)
+    return source
+
+
+def _launched_fields(text: str) -> dict[str, Any]:
+    """Read the fields of a launch, percent-encoded or not."""
+    try:
+        given = from_json(urllib.parse.unquote(text) if text.startswith("%7B") else text)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        wanted = 'not a JSON object of recipe fields, such as {"backend": "native:rowwise"}'
+        raise RecipeError(f"{LAUNCHED} in the environment: {wanted}: {shown(text)}")
+    return given
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the non-empty values of `ACCELERATE_FP8_*` by suffix in upper case."""
-    texts: dict[str, str] = {}
-    for key, text in environ.items():
-        suffix = key.upper().removeprefix(PREFIX)
-        if not key.upper().startswith(PREFIX) or not text.strip():
-            continue
-        if texts.setdefault(suffix, text) != text:
-            raise RecipeError(
-                f"{PREFIX}{suffix} is set twice, to {shown(texts[suffix])} and {shown(text)}"
-            )
-    return texts
-
-
-class Source(NamedTuple):
-    """The recipe fields from one place."""
-
-    fields: Mapping[str, Any]
-    """Parsed values by name."""
-    places: Mapping[str, str]
-    """Each field as the place writes it, for messages."""
-    idle: frozenset[str] = frozenset()
-    """Fields at a default that the place fills in: not given, unless the backend reads them."""
-    selects_levels: bool = True
-    """True if an `opt_level` selects a level without a backend string that names msamp."""
-
-
-def add_field(
-    fields: dict[str, Any],
-    places: dict[str, str],
-    match: tuple[Field, Variable],
-    value: Any,
-    place: str,
-) -> Any:
-    """Parse a value from `place` and add it; return it, None if not given. Raises `RecipeError`
-    with the place."""
-    field, variable = match
-    try:
-        parsed = variable_value(field, variable, value)
-    except RecipeError as error:
-        raise RecipeError(f"{place}: {error}") from None
-    if parsed is not None and fields.setdefault(field.name, parsed) != parsed:
-        raise RecipeError(f"{place} disagrees with {places[field.name]}: leave one of the two out")
-    if parsed is not None:
-        places.setdefault(field.name, place)
-    return parsed
+    """Return the non-empty variables `ACCELERATE_FP8_*`, in any case."""
+    return {
+        key: text
+        for key, text in environ.items()
+        if key.upper().startswith(PREFIX) and text.strip()
+    }
 
 
 def file_source(path: str) -> Source:
     """Read a recipe file, a mapping of fields (docs/launching.rst). Raises `RecipeError` with file
     and key."""
     path = path.strip()
-    source = config_source(read_file(path), path, block="")
+    source = Source()
+    _read_block(source, read_file(path), f"{path}: ")
     if names_file(source.fields.get("backend")):
         raise RecipeError(
             f"{source.places['backend']}: a recipe file names a backend, not another file"
         )
-    return source._replace(idle=frozenset(), selects_levels=True)
+    return source
 
 
-def config_source(
-    fp8_config: Mapping[str, Any] | None, source: str, block: str = "fp8_config."
-) -> Source:
-    """Read the `fp8_config` block of the Accelerate YAML file `source`, for `merging.merged`:
-    Accelerate's keys, those of `accelerate config`, and every field of a recipe, each with or
-    without `fp8_` in front. Raises `RecipeError`, with key and file, for an unknown key or an
-    invalid value."""
-    if not isinstance(fp8_config or {}, Mapping):
-        raise RecipeError(f"{source}: fp8_config must be a block of keys, not {shown(fp8_config)}")
-    fields, places, idle = {}, {}, set()
-    for key, value in (fp8_config or {}).items():
+def config_source(fp8_config: Mapping[str, Any] | None, path: str) -> Source:
+    """Read the `fp8_config` block of the Accelerate YAML file of this path: Accelerate's keys,
+    those of `accelerate config`, and every field of a recipe, each with or without `fp8_` in front.
+    Raises `RecipeError`, with key and file, for an unknown key or an invalid value."""
+    block = fp8_config or {}
+    if not isinstance(block, Mapping):
+        raise RecipeError(f"{path}: fp8_config must be a block of keys, not {shown(block)}")
+    source = Source(fills_in=True)
+    _read_block(source, block, f"{path}: fp8_config.")
+    return source
+
+
+def _read_block(source: Source, block: Mapping[str, Any], prefix: str) -> None:
+    for key, value in block.items():
         suffix = str(key).strip().lower().removeprefix("fp8_").upper()
-        if (match := find_variable(suffix)) is None:
-            raise unknown_variable(f"{source}: {block}{key}", suffix, _key)
-        field, variable = match
-        if value is None or (field.name == "backend" and str(value).strip().upper() in ("", "NO")):
-            continue
-        parsed = add_field(
-            fields, places, match, value, f"{source}: {block}{shortened(str(key))}={shown(value)}"
-        )
-        if parsed is not None and parsed in (variable.launcher_default, variable.question_default):
-            idle.add(field.name)
-    return Source(fields, places, frozenset(idle), selects_levels=False)
-
-
-def _key(suffix: str) -> str:
-    """Return the key of a variable in a file: the field's name, or the name that `accelerate
-    config` writes."""
-    field, _ = VARIABLES[suffix]
-    return field.name if suffix in field.name.upper() else suffix.lower()
+        match = _variable(suffix, f"{prefix}{key}")
+        source.read(match, value, f"{prefix}{key}={shown(value)}")
 
 
 # NeMo, Megatron and Megatron-Bridge. Megatron's arguments may be written as on its command line
@@ -422,7 +411,7 @@ _DELAYED = {
     "amax_history_len": 1024,
     "amax_compute_algo": "max",
 }
-PLUGINS = {
+_PLUGINS = {
     "with_fp8_mixed": _DELAYED,
     "with_fp8_delayed_scaling_mixed": _DELAYED,
     "with_fp8_current_scaling_mixed": {
@@ -433,8 +422,12 @@ PLUGINS = {
     "with_fp8_subchannel_scaling_mixed": {"scaling": "blockwise", "fp8_format": "HYBRID"},
     "with_mxfp8_mixed": {"scaling": "mxfp8", "fp8_format": "E4M3"},
 }
-"""Precision plug-ins by name without bf16_ or fp16_. They also gather weights in FP8, which changes
-no product."""
+PLUGINS = {
+    f"{dtype}_{name}": {**fields, "autocast_dtype": dtype}
+    for dtype in ("bf16", "fp16")
+    for name, fields in _PLUGINS.items()
+}
+"""Fields of each precision plug-in. They also gather weights in FP8, which changes no product."""
 
 
 def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -448,37 +441,36 @@ def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
             "one out"
         )
     plugin = _plugin_fields(plain) | _blocks_in_bf16(plain)
-    theirs = {name: value for name, value in plain.items() if name in NAMES or name in REFUSED}
-    fields = {name: value for name, value in plain.items() if name not in theirs}
-    if "fp8" in theirs and not _holds(lambda: theirs["fp8"], otherwise=True):
+    theirs = {name: plain.pop(name) for name in [*plain] if name in NAMES or name in REFUSED}
+    if "fp8" in theirs and _is_off(theirs["fp8"]):
         raise RecipeError(
             f"fp8={shown(theirs['fp8'])} turns FP8 off in NeMo: train in bf16, or say 'hybrid' or "
             "'e4m3'"
         )
+    source = Source()
     for name, value in theirs.items():
-        if name in REFUSED and _holds(lambda value=value: value, otherwise=True):
-            raise RecipeError(f"{name}={shown(value)} cannot be honoured: {REFUSED[name]}")
-    for name, value in theirs.items():
-        if name not in NAMES or value is None:
+        written = f"{name}={shown(value)}"
+        if name in REFUSED or value is None:
+            if not _is_off(value):
+                raise RecipeError(f"{written} cannot be honoured: {REFUSED[name]}")
             continue
         field, reads = NAMES[name]
-        try:
-            meant = reads(value) if field.name == "scaling" else field.parsed(reads(value))
-        except ValueError as error:
-            raise RecipeError(f"{name}: {error}") from None
-        present = fields.get(field.name)
-        if present is not None and not _holds(
-            lambda present=present, pair=(value, meant): present in pair
-        ):
+        source.read((field, Variable(name, reads=reads)), value, written)
+        own = plain.get(field.name, value)
+        if own is not None and not (_equal(own, value) or _equal(own, source.fields[field.name])):
             raise RecipeError(
-                f"{name}={shown(value)} and {field.name}={shown(present)} are two names of one "
-                "field: leave one out"
+                f"{written} disagrees with {field.name}={shown(own)}: leave one of the two out"
             )
-        fields[field.name] = meant
-    given = {name: value for name, value in fields.items() if value is not None}
-    fields = {**fields, **plugin, **given}  # an argument overrides its plug-in
+    given = plain | source.fields
+    # an argument overrides its plug-in
+    given |= {name: value for name, value in plugin.items() if given.get(name) is None}
     spelled = any(name.startswith("--") and name != "--backend" for name in values)
-    return fields, bool(theirs or plugin or spelled)
+    return given, bool(theirs or plugin or spelled)
+
+
+def _is_off(value: Any) -> bool:
+    """Return True for a value that turns an argument off."""
+    return any(_equal(value, off) for off in (None, False, "", [], {}))
 
 
 def _plain(name: str) -> str:
@@ -507,23 +499,21 @@ def _blocks_in_bf16(plain: dict[str, Any]) -> dict[str, Any]:
 
 def _plugin_fields(plain: dict[str, Any]) -> dict[str, Any]:
     """Remove a precision plug-in from `plain` and return its fields."""
-
-    def spelled(key: str) -> str:
-        return _plain(plain[key]).lower() if isinstance(plain.get(key), str) else ""
-
-    named = [key for key in ("precision", "mixed_precision") if key in plain]
-    if spelled("backend").startswith(("bf16_with_", "fp16_with_")):
-        named.append("backend")
-    if len(named) > 1:
-        raise RecipeError(f"{' and '.join(named)} name a precision both: leave one out")
-    if not named:
-        return {}
-    dtype, _, rest = spelled(named[0]).partition("_")
-    written = f"{named[0]}={shown(plain.pop(named[0]))}"
-    if dtype in ("bf16", "fp16") and rest in PLUGINS:
-        return {**PLUGINS[rest], "autocast_dtype": dtype}
-    names = [f"{dtype}_{rest}" for dtype in ("bf16", "fp16") for rest in PLUGINS]
-    raise RecipeError(
-        f"{written} is no FP8 precision of NeMo's or "
-        f"Megatron-Bridge's{closest(f'{dtype}_{rest}', names)}; known are {', '.join(names)}"
-    )
+    words = {
+        key: _plain(plain[key]).lower() if isinstance(plain[key], str) else ""
+        for key in ("precision", "mixed_precision", "backend")
+        if key in plain
+    }
+    if not words.get("backend", "").startswith(("bf16_with_", "fp16_with_")):
+        words.pop("backend", None)
+    if len(words) > 1:
+        raise RecipeError(f"{' and '.join(words)} name a precision both: leave one out")
+    for key, word in words.items():
+        value = plain.pop(key)
+        if word not in PLUGINS:
+            raise RecipeError(
+                f"{key}={shown(value)} is no FP8 precision of NeMo's or "
+                f"Megatron-Bridge's{closest(word, PLUGINS)}; known are {', '.join(PLUGINS)}"
+            )
+        return PLUGINS[word]
+    return {}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..compute import registry
 from ..compute.fields import DEFAULT_LEVEL, LEVELS, closest
+from ..compute.interface import Compute
 from ..errors import RecipeError
 from ..words import shown
 
@@ -26,9 +27,13 @@ class BackendName(NamedTuple):
     level: str | None = None
 
 
-def parse_backend(text: str) -> BackendName:
+def parse_backend(text: Any) -> BackendName:
     """Split a backend string; a level without a number is "". Raises `RecipeError` with the nearest
     names."""
+    if not isinstance(text, str):
+        raise RecipeError(
+            f"backend={shown(text)}: a backend string is wanted, such as 'native:delayed'"
+        )
     word = text.strip().lower()
     if word == AUTO:
         return BackendName(AUTO)
@@ -76,12 +81,13 @@ def names_backend(precision: Any) -> bool:
     return word in (*registry.ALIASES, *registry.RESERVED) or registry.is_known(word)
 
 
-def canonical_name(compute: str, scaling: str, level: str | None) -> str:
-    """Write a backend in its one spelling, such as `te:delayed+msamp:O2`. `level` None: the string
-    names none."""
+def canonical_name(compute: str, scaling: str | None, level: str | None) -> str:
+    """Write a backend in its one spelling, such as `te:delayed+msamp:O2`. None: the string names no
+    scaling rule, or no level."""
     if level is not None and (compute, scaling) == _MSAMP_MEANS:
         return f"msamp:{level}"
-    return f"{compute}:{scaling}" + (f"+msamp:{level}" if level is not None else "")
+    rule = "" if scaling is None else f":{scaling}"
+    return compute + rule + ("" if level is None else f"+msamp:{level}")
 
 
 def level_name(word: str, place: str) -> str:
@@ -95,6 +101,18 @@ def level_name(word: str, place: str) -> str:
     return word.strip().upper()
 
 
+def has_scaling(compute: str, word: str | None) -> bool:
+    """Return True if a backend has this scaling rule, or if none is named."""
+    return word is None or _own_name(registry.get_compute(compute), word) is not None
+
+
+def _own_name(backend: Compute, word: str) -> str | None:
+    """Return a backend's own name of a scaling rule; None without the rule."""
+    names = _PER_TENSOR if word in _PER_TENSOR else (word,)
+    known = (*backend.scalings, *backend.unnamed_scalings)
+    return next((name for name in names if name in known), None)
+
+
 def scaling_name(compute: str, word: Any, place: str) -> str:
     """Return this backend's name of a scaling rule; any word for `auto`. `place`: the source of the
     word."""
@@ -104,10 +122,7 @@ def scaling_name(compute: str, word: Any, place: str) -> str:
     if compute == AUTO:
         return word  # checked once a backend is chosen
     backend = registry.get_compute(compute)
-    name = word
-    if word in _PER_TENSOR:
-        name = next((name for name in _PER_TENSOR if name in backend.scalings), word)
-    if name in backend.scalings or name in backend.unnamed_scalings:
+    if (name := _own_name(backend, word)) is not None:
         return name
     valid = ", ".join(
         f"{rule} (default)" if rule == backend.default_scaling else rule

@@ -12,7 +12,8 @@ from accelerate_state import fresh_accelerate  # noqa: F401
 import fp8_backends
 from fp8_backends.accelerate_plugin.launch import Configuration, parse, recipe_fields
 from fp8_backends.errors import RecipeError
-from fp8_backends.recipes.merging import code_over_launch, merged
+from fp8_backends.recipes.handlers import code_over_launch
+from fp8_backends.recipes.merging import merged
 from fp8_backends.recipes.sources import Source, config_source
 from fp8_backends.tools.compare.command import backend_names
 from fp8_backends.tools.config import read
@@ -75,7 +76,8 @@ def test_fields_override_the_file():
         16,
     )
     with pytest.raises(
-        RecipeError, match="recipe.yaml: amax_history_len is not read by native:rowwise"
+        RecipeError,
+        match="recipe.yaml: amax_history_len=16: amax_history_len is not read by native:rowwise",
     ):
         fp8_backends.FP8RecipeKwargs(backend="recipe.yaml", scaling="rowwise")
 
@@ -185,7 +187,7 @@ def test_accelerator_takes_a_file(how, monkeypatch):
 
 def test_script_overrides_a_file_with_a_warning():
     handler = fp8_backends.FP8RecipeKwargs(amax_history_len=8)
-    recipe, warning = code_over_launch(handler, {"backend": "recipe.yaml"})
+    recipe, warning = code_over_launch(handler, Source({"backend": "recipe.yaml"}))
     assert recipe == same().replace(amax_history_len=8)
     assert "amax_history_len=8, fp8-backends launch said amax_history_len=16" in warning
 

@@ -11,8 +11,8 @@ import fp8_backends
 from fp8_backends.accelerate_plugin.plugin import asked_recipe
 from fp8_backends.errors import RecipeError
 from fp8_backends.recipes.fields import VARIABLES
-from fp8_backends.recipes.handlers import FP8RecipeKwargs
-from fp8_backends.recipes.merging import code_over_launch, merged
+from fp8_backends.recipes.handlers import FP8RecipeKwargs, code_over_launch
+from fp8_backends.recipes.merging import merged
 from fp8_backends.recipes.sources import Source, config_source
 
 FILE = "default_config.yaml"
@@ -91,7 +91,7 @@ def test_defaults_of_unread_fields_count_as_not_given(block, backend):
                                                        "is not read"),
         ({"bakend": "AO"}, r"fp8_config\.bakend is not known \(did you mean 'backend'\?\)"),
         ({"amax_history": 3}, "did you mean 'amax_history_len'"),
-        ({"fp8_parms": True}, "did you mean 'fp8_params'"),
+        ({"fp8_parms": True}, "did you mean 'params'"),
         ({"optimisation_level": "O1"}, "did you mean 'optimization_level'"),
         ({"module_filter_func": "f"}, r"takes a Python "
                                       r"object.*FP8RecipeKwargs\(module_filter_func="),
@@ -192,9 +192,13 @@ def test_auto_accepts_fields_of_any_candidate():
 LAUNCHED = {"backend": "native:delayed", "margin": 1, "interval": 2}
 
 
+def launch(fields: dict) -> Source:
+    return Source(fields, {name: f"{name} of fp8-backends launch" for name in fields})
+
+
 def test_code_overrides_launch_per_field_with_one_warning():
     handler = fp8_backends.FP8RecipeKwargs(margin=3, amax_history_len=8)
-    recipe, warning = code_over_launch(handler, LAUNCHED)
+    recipe, warning = code_over_launch(handler, launch(LAUNCHED))
     assert (recipe.name, recipe.margin, recipe.interval, recipe.amax_history_len) == (
         "native:delayed",
         3,
@@ -208,7 +212,7 @@ def test_code_overrides_launch_per_field_with_one_warning():
 @pytest.mark.parametrize("margin", [1, None])
 def test_agreeing_code_does_not_warn(margin):
     handler = fp8_backends.FP8RecipeKwargs(margin=margin, include="a")
-    recipe, warning = code_over_launch(handler, LAUNCHED)
+    recipe, warning = code_over_launch(handler, launch(LAUNCHED))
     assert warning is None and recipe == FP8RecipeKwargs(**LAUNCHED, include="a")
 
 
@@ -223,7 +227,7 @@ def test_agreeing_code_does_not_warn(margin):
     ],
 )
 def test_code_naming_another_backend_ignores_launch(handler):
-    recipe, warning = code_over_launch(handler, LAUNCHED)
+    recipe, warning = code_over_launch(handler, launch(LAUNCHED))
     assert recipe == handler
     assert handler.name in warning and "backend='native:delayed', margin=1" in warning
 
@@ -263,7 +267,7 @@ def test_code_naming_another_backend_ignores_launch(handler):
     ],
 )
 def test_handler_without_other_backend_completes_launch(handler, launched, name, warns):
-    recipe, warning = code_over_launch(handler, launched)
+    recipe, warning = code_over_launch(handler, launch(launched))
     assert recipe.name == name and (warning is not None) == warns
 
 
@@ -271,7 +275,9 @@ def test_launch_field_unread_by_script_backend_is_named():
     with pytest.raises(
         RecipeError, match="margin of fp8-backends launch: margin is not read by native:dynamic"
     ):
-        code_over_launch(fp8_backends.FP8RecipeKwargs(backend="native:dynamic"), {"margin": 2})
+        code_over_launch(
+            fp8_backends.FP8RecipeKwargs(backend="native:dynamic"), launch({"margin": 2})
+        )
 
 
 def test_variables_set_by_script_under_launch_are_named(monkeypatch, caplog):
@@ -371,7 +377,7 @@ def test_handler_overrides_environment_with_warning(
         (
             fp8_backends.TERecipeKwargs(),
             {"OPT_LEVEL": "O1"},
-            "opt_level of ACCELERATE.*O1 selects no level by itself",
+            "ACCELERATE_FP8_OPT_LEVEL=O1: O1 selects no level by itself",
         ),
     ],
 )

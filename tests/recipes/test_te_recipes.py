@@ -123,14 +123,17 @@ def test_megatrons_additional_names_map_one_to_one():
     [
         ({"fp8": None, "fp8_margin": 1}, "fp8=None turns FP8 off in NeMo: train in bf16"),
         ({"fp8": False}, "fp8=False turns FP8 off"),
-        ({"fp8": "e5m2"}, "fp8: fp8_format='e5m2'.*no GPU"),
+        ({"fp8": "e5m2"}, "fp8='e5m2': fp8_format='e5m2'.*no GPU"),
         (
             {"fp8": "hybrid", "fp8_amax_compute_algo": "mean"},
-            "fp8_amax_compute_algo: amax_compute_algo='mean'",
+            "fp8_amax_compute_algo='mean': amax_compute_algo='mean'",
         ),
-        ({"fp8_margin": 1, "margin": 2}, "fp8_margin=1 and margin=2 are two names of one field"),
+        ({"fp8_margin": 1, "margin": 2}, "fp8_margin=1 disagrees with margin=2"),
         ({"fp8": "hybrid", "fp8_interval": 4}, "interval=4"),
-        ({"fp8": "hybrid", "fp8_wgrad": "perhaps"}, "fp8_wgrad: must be True or False"),
+        (
+            {"fp8": "hybrid", "fp8_wgrad": "perhaps"},
+            "fp8_wgrad='perhaps': fp8_wgrad must be True or False",
+        ),
         (
             {"fp8": "hybrid", "fp8_multi_head_attention": True},
             "fp8_multi_head_attention=True.*Linear layers",
@@ -240,7 +243,10 @@ def test_plugin_accepts_backend_string():
         ({"precision": "bf16_with_fp8_mixed", "mixed_precision": "x"}, "name a precision both"),
         ({"precision": "bf16_with_fp8_mixed", "backend": "te:dynamic"}, "delayed"),
         ({"--fp8-margn": 1}, "fp8_margn is not a field"),
-        ({"fp8": "hybrid", "no_fp8_wgrad": True, "fp8_wgrad": True}, "two names of one field"),
+        (
+            {"fp8": "hybrid", "no_fp8_wgrad": True, "fp8_wgrad": True},
+            "fp8_wgrad=True disagrees with no_fp8_wgrad=True",
+        ),
     ],
 )
 def test_unsupported_megatron_arguments_are_refused_by_name(fields, said):

@@ -12,7 +12,7 @@ from accelerate.utils import launch as stock_environments
 from accelerate.utils.dataclasses import FP8BackendType
 
 from fp8_backends import RecipeError, resolve
-from fp8_backends.recipes.sources import environment_fields
+from fp8_backends.recipes.sources import environment_source
 from fp8_backends.tools.config import read
 from fp8_backends.tools.config.training_config import yaml_fields
 from fp8_backends.tools.main import main
@@ -338,7 +338,7 @@ def test_accelerate_exports_the_recipe_of_a_written_file(tmp_path, backend, kind
     # mixed_precision comes from the file, and DeepSpeed's settings do too, so the two agree
     environment = exported(written, *(["--mixed_precision", "fp8"] if kind == "deepspeed" else []))
     assert environment["ACCELERATE_MIXED_PRECISION"] == "fp8"
-    assert resolve(environment_fields(environment)) == resolve(config.fields)
+    assert resolve(environment_source(environment).fields) == resolve(config.fields)
     again = read(str(written))
     assert (
         resolve(again.fields) == resolve(config.fields)
@@ -385,7 +385,9 @@ def test_every_field_passes_through_the_stock_launcher(tmp_path):
         path = tmp_path / "a.yaml"
         path.write_text(yaml.safe_dump({**WIZARD, "fp8_config": yaml_fields(recipe)}))
         assert (
-            resolve(environment_fields(exported(path))) == recipe == resolve(read(str(path)).fields)
+            resolve(environment_source(exported(path)).fields)
+            == recipe
+            == resolve(read(str(path)).fields)
         ), spec
 
 
@@ -400,7 +402,7 @@ def test_config_keeps_deepspeed_file_without_mixed_precision(tmp_path):
     )
     environment = exported(tmp_path / "b.yaml", "--mixed_precision", "fp8")
     assert environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(tmp_path / "zero.json")
-    assert resolve(environment_fields(environment)).name == "ao:tensorwise"
+    assert resolve(environment_source(environment).fields).name == "ao:tensorwise"
     again = read(str(tmp_path / "b.yaml"))
     assert (
         again.surroundings == {"zero_stage": 3, "zero_offload": False}

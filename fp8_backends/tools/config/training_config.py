@@ -9,8 +9,9 @@ from typing import Any
 
 from ...compute.fields import closest
 from ...errors import RecipeError
-from ...recipes.fields import NAMING
-from ...recipes.handlers import AUTO, FP8RecipeKwargs, Recipe, refusal_of, settings_of
+from ...recipes.fields import NAMING, settings_of
+from ...recipes.handlers import AUTO, FP8RecipeKwargs, Recipe
+from ...recipes.merging import refusal_of
 from ...recipes.sources import read_file
 from ...rules import Compiled, Parallel
 from ...rules.validate import Finding, validate

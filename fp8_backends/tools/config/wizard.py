@@ -14,7 +14,8 @@ import torch
 from ...compute import chips, hardware, registry
 from ...compute.fields import one_of, whole_number, word
 from ...errors import FP8BackendError
-from ...recipes.handlers import refusal_of, resolve
+from ...recipes.handlers import resolve
+from ...recipes.merging import refusal_of
 from ...words import share, shown
 from ..completion import backend_strings
 from ..estimate.command import GIB, SEQUENCE, Device, device_named
