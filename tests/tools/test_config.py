@@ -122,7 +122,7 @@ def test_fp8_alone_means_auto(asked, capsys):
 
 def test_wizards_all_gather_is_omitted_without_fsdp2(asked):
     config = asked(AO)
-    assert config.fields == {"backend": "AO"} and "has no effect without FSDP2" in config.notes[0]
+    assert config.fields == {"backend": "ao"} and "has no effect without FSDP2" in config.notes[0]
     assert "all_gather_without_fsdp2" not in {finding.rule for finding in config.findings()}
     expected = asked({"backend": "ao", "all_gather": True})  # not the wizard's key
     assert "all_gather_without_fsdp2" in {finding.rule for finding in expected.findings()}
