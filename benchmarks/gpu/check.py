@@ -41,8 +41,8 @@ QUICK = SCALINGS[:2]
 alignment, about a second each: all checks need some 140, the quick ones some 30."""
 FEATURES = {
     "native:nvfp4, the head too": {"include": "+lm_head"},
-    "native:dynamic, wgrad in bf16, dgrad rowwise": {
-        "products": {"wgrad": "bf16", "dgrad": "rowwise"}
+    "native:dynamic, wgrad in bf16, dgrad in E4M3": {
+        "products": {"wgrad": "bf16", "dgrad": "e4m3"}
     },
     "native:dynamic, layers of several backends": {
         "layers": {"*.down_proj": "native:mxfp8", "*.q_proj": "ao:rowwise"}

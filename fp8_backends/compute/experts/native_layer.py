@@ -61,8 +61,8 @@ def unfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
     """Do as `Compute.parts`."""
     if recipe.scaling == "nvfp4":
         return "expert weights in one 3-D Parameter: native:nvfp4 has no products for them (native:mxfp8 has)"
-    if recipe.by_product:
-        return "expert weights in one 3-D Parameter: their products have one rule"
+    if recipe.gradient_formats:
+        return "expert weights in one 3-D Parameter: their gradients have one format"
     weight, blocks = experts._parameters[part], layer_rule(recipe).weight_blocks
     return misfit(experts, part, recipe) or parallel("cut_obstacle", experts, weight, blocks)
 

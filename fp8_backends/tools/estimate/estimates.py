@@ -287,8 +287,10 @@ def _estimate(
         result.notes.append(
             f"{backend}: its FP8 products are {cell.state} on this chip, so it has no time"
         )
-    elif recipe is not None and (recipe.by_product or len(recipe.recipes) > 1):
-        result.notes.append(f"{backend}: several scaling rules in one model have no time")
+    elif recipe is not None and (recipe.gradient_formats or len(recipe.recipes) > 1):
+        result.notes.append(
+            f"{backend}: several scaling rules or gradient formats in one model have no time"
+        )
     elif getattr(recipe, "scaling", "") == "nvfp4":
         result.notes.append(
             f"{backend}: no rates of 4-bit products are known here, so it has no time"
