@@ -40,8 +40,8 @@ QUICK = SCALINGS[:2]
 """The rules of the quick checks. Triton compiles a kernel for each rule, format, dtype and
 alignment, about a second each: all checks need some 140, the quick ones some 30."""
 FEATURES = {
-    "native:dynamic, wgrad in bf16, dgrad rowwise": {
-        "products": {"wgrad": "bf16", "dgrad": "rowwise"}
+    "native:dynamic, wgrad in bf16, dgrad in E4M3": {
+        "products": {"wgrad": "bf16", "dgrad": "e4m3"}
     },
     "native:dynamic, layers of several backends": {
         "layers": {"*.down_proj": "native:mxfp8", "*.q_proj": "ao:rowwise"}

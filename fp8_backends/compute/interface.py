@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
-from ..formats.formats import COMPUTE_DTYPES
+from ..formats.formats import COMPUTE_DTYPES, Format
 from ..formats.scaling import Quantized
 from ..tensors.block_codes import CodeLayout
 from ..tensors.sharded_tensor import full_shape
@@ -39,8 +39,8 @@ class Recipe(Protocol):
     """The fields that the user gave."""
     recipes: tuple[Recipe, ...]
     """This recipe and others in its `layers`."""
-    by_product: Mapping[str, Recipe]
-    """The recipes of products with another format or scaling rule."""
+    gradient_formats: Mapping[str, Format]
+    """Formats of the gradient's codes for dgrad and wgrad that differ from `fp8_format`'s."""
 
     def __getattr__(self, name: str) -> Any:
         """Return the value of a field."""

@@ -135,11 +135,11 @@ def _layers(value: Any) -> dict[str, str | int]:
 
 
 def _products(value: Any) -> dict[str, str]:
-    """Parse a precision or scaling rule by product."""
+    """Parse a precision by product."""
     products = pairs_of(value, '{"dgrad": "e5m2", "wgrad": "bf16"}')
     for kind, name in products.items():
-        if kind not in KINDS or not isinstance(name, str) or not name:
-            raise ValueError("must map fprop, dgrad or wgrad to bf16, e4m3, e5m2 or a scaling rule")
+        if kind not in KINDS or str(name).lower() not in (BF16, "e4m3", "e5m2"):
+            raise ValueError("must map fprop, dgrad or wgrad to bf16, e4m3 or e5m2")
     products = {kind: name.lower() for kind, name in products.items()}
     if products.get(FPROP) == "e5m2":
         raise ValueError("must not have fprop in e5m2: activations and weights are E4M3")
@@ -281,9 +281,8 @@ class ScalingField(KwargsHandler):
     """Scaling rule, unless the string names it: delayed, dynamic, rowwise, blockwise, mxfp8,
     window or another."""
     products: str | Mapping[str, str] | None = setting(None, _products)
-    """Precision of single products, fprop, dgrad and wgrad: bf16, the format of the gradient's
-    codes (e4m3, e5m2), or another scaling rule of the backend: {"dgrad": "rowwise", "wgrad":
-    "bf16"} (te: only wgrad in bf16)."""
+    """Precision of single products, fprop, dgrad and wgrad: bf16, or the format of the gradient's
+    codes, e4m3 or e5m2: {"dgrad": "e5m2", "wgrad": "bf16"} (te: only wgrad in bf16)."""
     fast_accumulation: bool | str | Collection[str] = setting(
         True,
         _flag_or_patterns,

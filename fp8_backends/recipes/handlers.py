@@ -21,6 +21,7 @@ from ..compute import hardware, registry
 from ..compute.counts import FPROP, KINDS
 from ..compute.fields import flag, parsed
 from ..errors import RecipeError
+from ..formats.formats import E4M3, E5M2, RECIPE_FORMATS, Format
 from ..formats.scaling import STATEFUL
 from ..words import shown
 from .fields import (
@@ -86,8 +87,9 @@ class Recipe(CommonFields):
     given: ClassVar[frozenset[str]]
     by_backend: ClassVar[Mapping[str, Recipe]] = {}
     """The recipe of the layers with each backend in `layers`."""
-    by_product: ClassVar[Mapping[str, Recipe]] = {}
-    """The recipe of each product with another format or scaling rule in `products`."""
+    gradient_formats: ClassVar[Mapping[str, Format]] = {}
+    """The formats of the gradient's codes, E4M3 or E5M2, that `products` gives in place of
+    `fp8_format`'s."""
     by_phase: ClassVar[Mapping[str, Recipe | None]] = {}
     """The recipe of each word in `schedule`; None for bf16."""
 
@@ -143,21 +145,26 @@ class Recipe(CommonFields):
         if len(self.recipes) > 1:
             _check_together(self)
 
-    def _derived(self) -> dict[str, Mapping[str, Recipe | None]]:
-        """Return the recipes of `products`, `layers` and `schedule` by their words."""
-        of_products = {kind: word for kind, word in (self.products or {}).items() if word != BF16}
+    def _derived(self) -> dict[str, Mapping[str, Any]]:
+        """Return the formats of `products`, and the recipes of `layers` and `schedule` by their
+        words."""
         of_layers = (
             word for word in (self.layers or {}).values() if word != BF16 and isinstance(word, str)
         )
         of_phases = (word for word in (self.schedule or {}).values() if isinstance(word, str))
-        by_product = {kind: self._with_product(kind, word) for kind, word in of_products.items()}
         return {
-            "by_product": {
-                kind: recipe for kind, recipe in by_product.items() if recipe is not self
-            },
+            "gradient_formats": self._gradient_formats(),
             "by_backend": {word: self._for_layers(word) for word in dict.fromkeys(of_layers)},
             "by_phase": {word: self._in_phase(word) for word in dict.fromkeys(of_phases)},
         }
+
+    def _gradient_formats(self) -> dict[str, Format]:
+        formats = {}
+        for kind, word in (self.products or {}).items():
+            fmt = _GRADIENT_FORMATS.get(word)  # None for bf16
+            if kind != FPROP and fmt not in (None, RECIPE_FORMATS[self.fp8_format][1]):
+                formats[kind] = fmt
+        return formats
 
     @property
     def name(self) -> str:
@@ -206,26 +213,6 @@ class Recipe(CommonFields):
                 f"schedule: {word} is no rule of a phase alone: make it the backend of the run"
             )
         return recipe
-
-    def _with_product(self, kind: str, word: str) -> Recipe:
-        """Return this recipe with another gradient format or scaling rule; itself if they are the
-        same."""
-        if word in _GRADIENT_FORMATS:
-            fp8_format = _GRADIENT_FORMATS[word]
-            if self.fp8_format == fp8_format or kind == FPROP:
-                return self
-            if self.scaling in STATEFUL:
-                raise RecipeError(
-                    f"products: {self.name} has one scale for a gradient: give "
-                    f"fp8_format={fp8_format!r}"
-                )
-            return self.replace(fp8_format=fp8_format, products=None, **dict.fromkeys(_WHOLE))
-        scaling = scaling_name(self.compute, word, f"products={shown(self.products)}")
-        if scaling in STATEFUL and scaling != self.scaling:
-            raise RecipeError(
-                f"products: {scaling} keeps scales from step to step, and serves only all products"
-            )
-        return self._for_layers(f"{self.compute}:{scaling}", "products")
 
     def _for_layers(self, backend: str, field: str = "layers") -> Recipe:
         """Return this recipe with another backend, without fields of another backend's or scaling
@@ -378,7 +365,7 @@ _OF_ONE_RULE = (
 )
 """Fields with a meaning for some scaling rules or one backend only: other layers of a model go
 without them."""
-_GRADIENT_FORMATS = {"e4m3": "E4M3", "e5m2": "HYBRID"}
+_GRADIENT_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 
 def _with_products(values: dict[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def plan(spec: Spec = None) -> PrecisionPlan:
             else ""
         )
         + "".join(
-            f", {kind} {each.scaling} {each.fp8_format}" for kind, each in recipe.by_product.items()
+            f", {kind} gradient {fmt.name.upper()}" for kind, fmt in recipe.gradient_formats.items()
         )
         + (f", by layers {', '.join(by_layers)}" if by_layers else ""),
         comm={"plain": "FP32", "fp8": "FP8", None: comm}[recipe.gradient_comm],

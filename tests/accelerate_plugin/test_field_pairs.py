@@ -67,7 +67,7 @@ FIELDS = {
     "fused_head": (None, True),
     "monitor_every": (None, 2),
     "guard": (None, "warn", "skip", "stop"),
-    "products": (None, {"wgrad": "bf16"}, {"dgrad": "rowwise"}, {"dgrad": "e4m3"}),
+    "products": (None, {"wgrad": "bf16"}, {"dgrad": "e4m3"}),
     "fast_accumulation": (None, False, "*.q_proj"),
     "use_autocast_during_eval": (None, True),
     "fp8_format": (None, "E4M3"),

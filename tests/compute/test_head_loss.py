@@ -161,9 +161,22 @@ def test_high_precision_loss_is_within_product_rounding(
 def test_fp8_loss_matches_fp8_linear_per_chunk(
     seed, tokens, hidden, vocabulary, with_bias, scaling, fp8_format, high, dtype, label_smoothing
 ):
-    head, x, labels = problem(seed, tokens, hidden, vocabulary, dtype, with_bias)
-    options = CrossEntropy(IGNORED, False, label_smoothing)
     fields = {"fp8_format": fp8_format, "override_linear_precision": high}
+    given = problem(seed, tokens, hidden, vocabulary, dtype, with_bias)
+    check_against_linear(*given, scaling, dtype, label_smoothing, **fields)
+
+
+@pytest.mark.parametrize("kind", ["dgrad", "wgrad"])
+@pytest.mark.parametrize("scaling", ["dynamic", "rowwise", "mxfp8"])
+def test_fp8_loss_has_a_format_for_each_product_of_the_gradient(scaling, kind):
+    given = problem(0, 300, 64, 96, torch.float32, True)
+    check_against_linear(*given, scaling, torch.float32, 0.0, products={kind: "e4m3"})
+
+
+def check_against_linear(head, x, labels, scaling, dtype, label_smoothing, **fields):
+    tokens, hidden = x.shape
+    with_bias = head.bias is not None
+    options = CrossEntropy(IGNORED, False, label_smoothing)
     layer = fp8_head(head, scaling, **fields)
     loss, seen = head_loss(layer, x, labels, layer.head_products(dtype), None, options)
     found = gradients(loss, layer, x)

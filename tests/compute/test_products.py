@@ -1,7 +1,5 @@
-"""`products`: a format or rule for fprop, dgrad or wgrad. The oracle is a layer with one rule for
+"""`products`: bf16 or the gradient's format for a product. The oracle is a layer with one format for
 all products."""
-
-import itertools
 
 import pytest
 import torch
@@ -44,52 +42,41 @@ def gradients(
     return y.detach(), x.grad, gradient.to(torch.float32) if level == "O0" else gradient.float()
 
 
+@pytest.mark.parametrize(
+    ("level", "dtype"),
+    [("O0", torch.float32), ("O0", torch.bfloat16), ("O2", torch.float32), ("O4", torch.float32)],
+)
 @pytest.mark.parametrize("base", RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_product_equals_the_product_of_its_own_rule(base, dtype):
-    alone = {rule: gradients(f"native:{rule}", dtype=dtype) for rule in RULES}
-    for dgrad, wgrad in itertools.product(RULES, RULES):
-        mixed = gradients(
-            {"backend": f"native:{base}", "products": {"dgrad": dgrad, "wgrad": wgrad}}, dtype=dtype
-        )
-        wanted = alone[base][0], alone[dgrad][1], alone[wgrad][2]
-        assert all(map(torch.equal, mixed, wanted)), (dgrad, wgrad)
-    for fprop in RULES:
-        mixed = gradients({"backend": f"native:{base}", "products": {"fprop": fprop}}, dtype=dtype)
-        assert all(map(torch.equal, mixed, (alone[fprop][0], *alone[base][1:]))), fprop
-
-
-@pytest.mark.parametrize("level", ["O2", "O3", "O4"])
-def test_products_read_the_weights_of_a_level(level):
-    alone = {rule: gradients(f"native:{rule}", level) for rule in ("dynamic", "rowwise", "mxfp8")}
-    for base, fprop, dgrad in itertools.product(alone, alone, alone):
-        products = {"fprop": fprop, "dgrad": dgrad, "wgrad": "bf16"}
-        y, dx, _ = gradients({"backend": f"native:{base}", "products": products}, level)
-        assert torch.equal(y, alone[fprop][0]) and torch.equal(dx, alone[dgrad][1]), (
-            base,
-            fprop,
-            dgrad,
-        )
-
-
-@pytest.mark.parametrize("base", ["mxfp8", "rowwise", "dynamic"])
-def test_formats_of_gradients(base):
+def test_formats_of_gradients(base, level, dtype):
     """E4M3 in one product of the gradient and E5M2 in the other equal the products of recipes with
     one format."""
-    both = {
-        name: gradients({"backend": f"native:{base}", "fp8_format": name})
-        for name in ("E4M3", "HYBRID")
-    }
-    mixed = gradients({"backend": f"native:{base}", "products": {"dgrad": "e5m2", "wgrad": "e4m3"}})
-    assert torch.equal(mixed[1], both["HYBRID"][1]) and torch.equal(mixed[2], both["E4M3"][2])
-    assert not torch.equal(both["HYBRID"][1], both["E4M3"][1])
+    fields = {"backend": f"native:{base}"}
+    e4m3, e5m2 = (
+        gradients(fields | {"fp8_format": name}, level, dtype) for name in ("E4M3", "HYBRID")
+    )
+    assert not torch.equal(e4m3[1], e5m2[1]) and not torch.equal(e4m3[2], e5m2[2])
+    for fp8_format, products in (
+        ("HYBRID", {"wgrad": "e4m3"}),
+        ("E4M3", {"dgrad": "e5m2"}),
+        ("HYBRID", {"dgrad": "e5m2", "wgrad": "e4m3"}),
+    ):
+        mixed = gradients(fields | {"fp8_format": fp8_format, "products": products}, level, dtype)
+        assert all(map(torch.equal, mixed, (e4m3[0], e5m2[1], e4m3[2]))), products
+    mixed = gradients(fields | {"products": {"dgrad": "e4m3", "wgrad": "e5m2"}}, level, dtype)
+    assert all(map(torch.equal, mixed, (e4m3[0], e4m3[1], e5m2[2])))
 
 
-@pytest.mark.parametrize(
-    "products",
-    [{"dgrad": "mxfp8"}, {"wgrad": "rowwise"}, {"fprop": "blockwise", "dgrad": "dynamic"}],
-)
-@pytest.mark.parametrize("base", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("base", ["dynamic", "mxfp8"])
+def test_a_format_stays_beside_a_product_in_high_precision(base):
+    fields = {"backend": f"native:{base}", "fp8_format": "HYBRID"}
+    for kind, other in (("dgrad", "wgrad"), ("wgrad", "dgrad")):
+        mixed = gradients(fields | {"products": {kind: "e4m3", other: "bf16"}})
+        wanted = gradients(fields | {"fp8_format": "E4M3", "products": {other: "bf16"}})
+        assert all(map(torch.equal, mixed, wanted)), kind
+
+
+@pytest.mark.parametrize("products", [{"dgrad": "e4m3"}, {"wgrad": "e4m3"}])
+@pytest.mark.parametrize("base", ["dynamic", "mxfp8"])
 def test_compiled_and_recomputed_products_are_the_eager_ones(base, products):
     fields = {"backend": f"native:{base}", "products": products}
     eager = gradients(fields)
@@ -97,33 +84,10 @@ def test_compiled_and_recomputed_products_are_the_eager_ones(base, products):
     assert all(map(torch.equal, gradients(fields, checkpointed=True), eager))
 
 
-def test_delayed_scales_follow_the_products_of_their_own_rule():
-    """The rule's own products record amaxes; a gradient without one leaves its scale alone."""
-    layers = {}
-    choices = {
-        "own": None,
-        "wgrad": {"wgrad": "mxfp8"},
-        "no gradient": {"dgrad": "mxfp8", "wgrad": "rowwise"},
-    }
-    for name, products in choices.items():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 32))
-        fp8_backends.prepare(model, None, {"backend": "native:delayed", "products": products})
-        for _ in range(3):
-            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-            model(x).square().sum().backward()
-        layers[name] = model[0].fp8_scaling
-    assert torch.equal(layers["own"], layers["wgrad"])
-    assert (
-        torch.equal(layers["own"][:2], layers["no gradient"][:2])
-        and not layers["no gradient"][2, 2:].any()
-    )
-
-
 def test_conv1d_takes_products():
     linear = nn.Linear(32, 48)
     conv = conv_twin(linear)
-    fields = {"backend": "native:dynamic", "products": {"dgrad": "mxfp8", "wgrad": "rowwise"}}
+    fields = {"backend": "native:dynamic", "products": {"dgrad": "e4m3"}}
     results = []
     for layer in (linear, conv):
         fp8_backends.prepare(nn.Sequential(layer), None, fields)
@@ -131,6 +95,12 @@ def test_conv1d_takes_products():
         layer(x).square().sum().backward()
         results.append((x.grad, layer.weight.grad if layer is linear else layer.weight.grad.t()))
     assert all(map(torch.equal, *results))
+
+
+def test_a_layer_shows_the_format_of_wgrad():
+    model = nn.Sequential(nn.Linear(32, 32))
+    fp8_backends.prepare(model, None, {"backend": "native", "products": {"wgrad": "e4m3"}})
+    assert "go:e5m2,wgrad go:e4m3" in repr(model)
 
 
 def test_products_and_override_linear_precision_are_one_choice():
@@ -157,19 +127,19 @@ def test_products_and_override_linear_precision_are_one_choice():
             {"products": {"fprop": "bf16", "dgrad": "bf16", "wgrad": "bf16"}},
             "leave one product in FP8",
         ),
-        ({"products": {"wgrad": "mxfp"}}, "native has no scaling 'mxfp' .did you mean 'mxfp8'"),
-        ({"products": {"wgrad": "delayed"}}, "delayed keeps scales from step to step"),
+        ({"products": {"wgrad": "rowwise"}}, "must map .* to bf16, e4m3 or e5m2"),
+        ({"products": {"wgrad": 8}}, "must map .* to bf16, e4m3 or e5m2"),
         (
             {"backend": "native:delayed", "products": {"wgrad": "e4m3"}},
-            "one scale for a gradient: give fp8_format",
+            "one scale for a gradient, so one format: give fp8_format",
+        ),
+        (
+            {"backend": "native:nvfp4", "products": {"dgrad": "e5m2"}},
+            "one scale for a gradient, so one format: give fp8_format",
         ),
         ({"backend": "ao", "products": {"wgrad": "bf16"}}, "products is not read by ao"),
         ({"backend": "te", "products": {"dgrad": "bf16"}}, "with te only wgrad"),
-        ({"backend": "te", "products": {"wgrad": "mxfp8"}}, "with te only wgrad"),
-        (
-            {"products": {"wgrad": "mxfp8"}, "fused_head": True},
-            "products by several rules and fused_head do not go",
-        ),
+        ({"backend": "te", "products": {"wgrad": "e4m3"}}, "with te only wgrad"),
         (
             {"products": {"wgrad": "bf16"}, "override_linear_precision": (True, False, False)},
             "disagree",
@@ -181,11 +151,9 @@ def test_contradictory_products_are_refused_by_name(fields, said):
         resolve({"backend": "native", **fields})
 
 
-@pytest.mark.parametrize("base", ["dynamic", "delayed", "rowwise", "blockwise", "mxfp8"])
-@pytest.mark.parametrize(
-    "products", ["dgrad=mxfp8", "wgrad=rowwise", "fprop=blockwise,dgrad=dynamic", "wgrad=dynamic"]
-)
-def test_a_gpu_accepts_the_operands_of_all_rules(base, products, monkeypatch):
+@pytest.mark.parametrize("base", RULES)
+@pytest.mark.parametrize("products", ["dgrad=e4m3", "wgrad=e4m3"])
+def test_a_gpu_accepts_the_operands_of_both_formats(base, products, monkeypatch):
     wanted = gradients(f"native:{base}", dtype=torch.bfloat16)
     with GPURules(monkeypatch) as rules:
         found = gradients({"backend": f"native:{base}", "products": products}, dtype=torch.bfloat16)

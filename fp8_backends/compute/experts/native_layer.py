@@ -67,8 +67,8 @@ _PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
 
 def unfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
     """Do as `Compute.parts`."""
-    if recipe.by_product:
-        return "expert weights in one 3-D Parameter: their products have one rule"
+    if recipe.gradient_formats:
+        return "expert weights in one 3-D Parameter: their gradients have one format"
     weight, blocks = experts._parameters[part], layer_rule(recipe).weight_blocks
     return misfit(experts, part, recipe) or parallel("cut_obstacle", experts, weight, blocks)
 

@@ -24,17 +24,17 @@ from ...formats.scaling import (
 from ...kernels.triton_gate import usable
 from ...tensors.block_codes import SQUARE_CODES, CodeLayout, is_decoded
 from ...tensors.parameter_swap import swap
-from ...tensors.sharded_tensor import device_of, is_distributed, local_part
+from ...tensors.sharded_tensor import device_of, local_part
 from ...tensors.statistics import Cast
 from ...torch_tools.backward_end import inside_backward
 from ...torch_tools.modules import owner_of
-from ..counts import KINDS, ProductCounts
+from ..counts import ProductCounts
 from ..fields import LEVELS, RULE_FIELDS, Field
 from ..frozen_weights import check, freeze
 from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
 from ..products import EMULATED, engine_for
-from ..refusals import is_parallel, refuse_cut_since, refuse_transforms
+from ..refusals import refuse_cut_since, refuse_transforms
 from .gathered_weights import WeightCodes
 from .layer_rule import LayerRule, Stored, parallel
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
@@ -76,26 +76,19 @@ class NativeCompute(Compute):
         return Availability(True, f"products by {engine} on {device.type}")
 
     def check(self, recipe: Recipe) -> None:
-        several = (
-            "schedule"
-            if recipe.schedule
-            else "products by several rules"
-            if recipe.by_product
-            else ""
-        )
-        for name in ("fused_head", "enable_fsdp_float8_all_gather") if several else ():
+        for name in ("fused_head", "enable_fsdp_float8_all_gather") if recipe.schedule else ():
             if getattr(recipe, name):
                 raise RecipeError(
-                    f"{recipe.name}: {several} and {name} do not go together: leave one out"
+                    f"{recipe.name}: schedule and {name} do not go together: leave one out"
                 )
+        if recipe.gradient_formats and RULES[recipe.scaling].state_name:
+            raise RecipeError(
+                f"products: {recipe.name} has one scale for a gradient, so one format: give "
+                "fp8_format in place of e4m3 and e5m2"
+            )
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         blocks = layer_rule(recipe).weight_blocks
-        if recipe.by_product and is_parallel(linear) and is_distributed(linear.weight):
-            return (
-                "cut over ranks: native with several rules has no products for parts of a layer "
-                "(native:mxfp8 has)"
-            )
         return super().unfit(linear, recipe) or parallel(
             "cut_obstacle", linear, linear.weight, blocks
         )
@@ -108,9 +101,7 @@ class NativeCompute(Compute):
         return _around(linear, carrier, recipe, shared)
 
     def turn_off_fast_accumulation(self, layer: KeepsLedger) -> None:
-        rule = layer.fp8_rule
-        others = tuple(other and other._replace(fast_accumulation=False) for other in rule.others)
-        layer.fp8_rule = rule._replace(fast_accumulation=False, others=others)
+        layer.fp8_rule = layer.fp8_rule._replace(fast_accumulation=False)
 
     def switches(self, recipe: Recipe) -> tuple[str, ...]:
         return "bf16", "rule"
@@ -217,8 +208,8 @@ class NativeCompute(Compute):
             return recipe.enable_fsdp_float8_all_gather
         # at a level, with codes for both products: FSDP2 keeps all its features, compiled code
         # among them, and all numbers. In forward, users may read the weights of a stock model
-        one_rule = not recipe.by_product and not recipe.schedule
-        return recipe.level != "O0" and one_rule and RULES[recipe.scaling].serves_both_products
+        in_both = RULES[recipe.scaling].serves_both_products
+        return recipe.level != "O0" and not recipe.schedule and in_both
 
     def travelling(
         self, root: nn.Module, recipe: Recipe
@@ -384,16 +375,15 @@ def _around(
 def layer_rule(recipe: Recipe) -> LayerRule:
     """Build the rule of a resolved recipe's layers."""
     forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
+    dgrad = recipe.gradient_formats.get("dgrad", gradient)
+    wgrad = recipe.gradient_formats.get("wgrad", gradient)
     return LayerRule(
         recipe.scaling,
         forward,
-        gradient,
+        dgrad,
         tuple(recipe.override_linear_precision),
         bool(recipe.use_autocast_during_eval),
         "stored" if recipe.fp8_params else "",
         recipe.activation_comm == "fp8",
-        others=tuple(
-            layer_rule(recipe.by_product[kind]) if kind in recipe.by_product else None
-            for kind in KINDS
-        ),
+        wgrad_format=None if wgrad is dgrad else wgrad,
     )

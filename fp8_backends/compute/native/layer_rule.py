@@ -111,20 +111,21 @@ class LayerRule(NamedTuple):
     """True if activations travel between ranks in FP8 if possible (`activation_comm`)."""
     fast_accumulation: bool = True
     """Of fprop."""
-    others: tuple[LayerRule | None, LayerRule | None, LayerRule | None] = (None, None, None)
-    """Other rules of fprop, dgrad and wgrad (`products`)."""
-
-    def of(self, product: int) -> LayerRule:
-        """Return the rule of a product."""
-        return self.others[product] or self
+    wgrad_format: Format | None = None
+    """Of the gradient's codes for wgrad (`products`); None: `gradient_format`."""
 
     def runs_in_fp8(self, training: bool) -> bool:
         """Return True if a layer in this mode has FP8 products: all are paused in a bf16 phase
         (`schedule`)."""
         return (training or self.fp8_in_eval) and not all(self.high_precision)
 
-    def format_of(self, tensor: int) -> Format:
-        return self.gradient_format if tensor == GRAD_OUTPUT else self.forward_format
+    def format_of(self, tensor: int, product: int) -> Format:
+        """Return the format of a tensor's codes for a product."""
+        if tensor != GRAD_OUTPUT:
+            return self.forward_format
+        if product == WGRAD and self.wgrad_format is not None:
+            return self.wgrad_format
+        return self.gradient_format
 
     def product(
         self,
@@ -168,14 +169,13 @@ class LayerRule(NamedTuple):
         """Return True if an input split by tokens is gathered as codes: one scale serves all
         products."""
         fprop, _, wgrad = self.high_precision
-        one_rule = self.blocks is None and not any(self.others)
-        return self.fp8_activations and one_rule and not (fprop or wgrad)
+        return self.fp8_activations and self.blocks is None and not (fprop or wgrad)
 
     @property
     def dgrad_reads_weight(self) -> bool:
         """Return True if dgrad reads the weight as it is stored, not codes of w.T made in
         forward."""
-        return self.high_precision[DGRAD] or self.of(DGRAD).blocks is not None
+        return self.high_precision[DGRAD] or self.blocks is not None
 
     def __repr__(self) -> str:
         i, go = self.forward_format.name, self.gradient_format.name
@@ -184,13 +184,9 @@ class LayerRule(NamedTuple):
             kind for kind, is_high in zip(KINDS, self.high_precision, strict=True) if is_high
         )
         slow = "" if self.fast_accumulation else ",fast accumulation off"
-        others = "".join(
-            f",{kind}:{rule.scaling} go:{rule.gradient_format.name}"
-            for kind, rule in zip(KINDS, self.others, strict=True)
-            if rule
-        )
+        wgrad = "" if self.wgrad_format is None else f",wgrad go:{self.wgrad_format.name}"
         high = f",high:{high}" if high else ""
-        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}{slow}{high}{others}"
+        return f"native:{self.scaling} i:{i},w:{i}{stored},go:{go}{wgrad}{slow}{high}"
 
 
 def quantized(
@@ -237,25 +233,28 @@ READERS = {INPUT: (FPROP, WGRAD), WEIGHT: (FPROP, DGRAD), GRAD_OUTPUT: (DGRAD, W
 """The products of each operand: the first contracts its columns, the second its rows."""
 
 
-def quantized_by_product(
+def quantized_gradient(
+    dy: torch.Tensor,
     rule: LayerRule,
-    tensor: int,
-    rows: bool,
-    columns: bool,
-    record: torch.Tensor | None,
-    cast: Callable[[LayerRule, bool, bool, torch.Tensor | None], Layouts],
+    state: torch.Tensor | None,
+    for_dgrad: bool,
+    for_wgrad: bool,
+    record: torch.Tensor | None = None,
+    split: Split | None = None,
 ) -> Layouts:
-    """Quantize a matrix by the rules of its two products. `cast(rule, rows, columns, record)`
-    quantizes by one; `record` goes to the layer's own rule."""
-    first, second = (rule.of(product) for product in READERS[tensor])
-    both = (first.scaling, first.format_of(tensor)) == (second.scaling, second.format_of(tensor))
-    if both or not (rows and columns):
-        only = first if rows or both else second
-        return cast(only, rows, columns, record if only.scaling == rule.scaling else None)
-    layouts = cast(first, True, False, record if first.scaling == rule.scaling else None)
-    again = cast(second, False, True, record if second.scaling == rule.scaling else None)
-    amax = layouts.amax if first.scaling == rule.scaling else again.amax
-    return Layouts(layouts.codes, layouts.scale_inv, *again.along_rows(), amax)
+    """Quantize an output's gradient [tokens, out] for its products, twice for two formats."""
+
+    def cast(product: int, rows: bool, columns: bool) -> Layouts:
+        fmt = rule.format_of(GRAD_OUTPUT, product)
+        return quantized(dy, fmt, rule, state, GRAD_OUTPUT, rows, columns, record, split)
+
+    if rule.wgrad_format is None or not for_wgrad:
+        return cast(DGRAD, for_dgrad, for_wgrad)
+    of_wgrad = cast(WGRAD, False, True)
+    if not for_dgrad:
+        return of_wgrad
+    of_dgrad = cast(DGRAD, True, False)
+    return Layouts(*of_dgrad.along_columns(), *of_wgrad.along_rows())
 
 
 def _in_blocks(

@@ -38,7 +38,7 @@ from .layer_rule import (
     LayerRule,
     Stored,
     quantized,
-    quantized_by_product,
+    quantized_gradient,
     split_of,
 )
 from .scaling_states import KeepsLedger, Ledger, SharedCodes
@@ -171,11 +171,12 @@ class FP8Products(KeepsLedger):
         def cast() -> Layouts:
             matrix = arrived(operands.values).detach().reshape(-1, x.shape[-1])
             columns = for_wgrad and operands.gather is None
-            codes = cast_operand(matrix, rule, state, INPUT, True, columns, newest, split)
+            fmt = rule.forward_format
+            codes = quantized(matrix, fmt, rule, state, INPUT, True, columns, newest, split)
             casts.append(codes if operands.gather is None else operands.gather(codes))
             return casts[0]
 
-        key = rule.scaling, rule.forward_format, rule.others, for_wgrad, split, operands.view
+        key = rule.scaling, rule.forward_format, for_wgrad, split, operands.view
         x8 = self.fp8_shared.of_input(operands.origin, key, cast)
         if newest is not None and not casts:  # another layer's cast
             scaling.record_amax(recorded, INPUT, x8.amax, rule.scales.keeps_nan)
@@ -206,26 +207,20 @@ class FP8Products(KeepsLedger):
             and not torch.compiler.is_compiling()
         ):
             amax = self.weight.known_amax()
-        for_dgrad = for_dgrad and not (any(rule.others) and rule.dgrad_reads_weight)
 
-        def cast(
-            rule: LayerRule, rows: bool, columns: bool, record: torch.Tensor | None
-        ) -> Layouts:
-            return weight.quantized(fmt, rule, state, columns, record, amax, split)
-
-        def casts() -> Layouts:
-            return quantized_by_product(rule, WEIGHT, True, for_dgrad, newest, cast)
+        def cast() -> Layouts:
+            return weight.quantized(fmt, rule, state, for_dgrad, newest, amax, split)
 
         if rule.scales.moves_in_forward:  # anew in every forward
-            return casts()
-        return self.fp8_shared.of_weight(self, (rule, fmt), casts)
+            return cast()
+        return self.fp8_shared.of_weight(self, (rule, fmt), cast)
 
     @torch.no_grad()
     def weight_codes(self) -> Quantized | None:
         """Return the codes [out, in] of the next forward; None for a weight in high precision or
         sharded."""
-        rule, weight = self.fp8_rule.of(FPROP), self.weight
-        if self.fp8_rule.high_precision[FPROP] or is_distributed(weight):
+        rule, weight = self.fp8_rule, self.weight
+        if rule.high_precision[FPROP] or is_distributed(weight):
             return None
         stored = self._matrix(Stored.of(weight))
         if stored.is_in(rule.forward_format):
@@ -241,8 +236,7 @@ class FP8Products(KeepsLedger):
         readers = [product for product in READERS[tensor] if not rule.high_precision[product]]
         if not rule.runs_in_fp8(self.training) or not readers:
             return None
-        rule = rule.of(readers[0])
-        fmt = rule.format_of(tensor)
+        fmt = rule.format_of(tensor, readers[0])
         if tensor != WEIGHT:
             matrix = values.detach().reshape(-1, values.shape[-1])
         elif is_distributed(values):
@@ -361,32 +355,20 @@ class LinearFunction(torch.autograd.Function):
         if fp8_dgrad or fp8_wgrad:
             newest = ctx.ledger.newest(rule, ctx.state, GRAD_OUTPUT)
             split = split_of(ctx.cut, GRAD_OUTPUT)
-            dy8 = cast_operand(
-                dy, rule, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad, newest, split
-            )
+            dy8 = quantized_gradient(dy, rule, ctx.state, fp8_dgrad, fp8_wgrad, newest, split)
             ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, None if ctx.state is None else dy8.amax)
         if needs_dgrad:
             weight = _weight_for_dgrad(rule, *saved[-2:], ctx.transposed, ctx.state)
             dx = _dgrad(rule, dy, dy8, weight, ctx.out_dtype, split_of(ctx.cut, WEIGHT))
             dx = dx.to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
-            along = rule.of(WGRAD).blocks is not None
+            along = rule.blocks is not None
             dw_dtype = wgrad_dtype(along, dy.device, ctx.weight_dtype, ctx.out_dtype)
             dw = _wgrad(rule, dy, dy8, *saved[:2], dw_dtype).to(ctx.weight_dtype)
             dw = dw.t() if ctx.transposed else dw
         if needs_bias:
             db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantized gradient
         return dx, dw, db, *(None,) * 9
-
-
-def cast_operand(matrix, rule, state, tensor, rows, columns, record, split) -> Layouts:
-    """Quantize an input or output gradient for its products in FP8."""
-    return quantized_by_product(
-        *(rule, tensor, rows, columns, record),
-        lambda each, *flags: quantized(
-            matrix, each.format_of(tensor), each, state, tensor, *flags, split
-        ),
-    )
 
 
 def _weight_for_dgrad(rule, weight, scale_inv, transposed, state) -> Stored:
@@ -398,12 +380,8 @@ def _weight_for_dgrad(rule, weight, scale_inv, transposed, state) -> Stored:
         matrix = Stored.of(weight)
         if rule.dgrad_reads_weight:
             return matrix
-        rule = rule.of(DGRAD)
-        return Stored(
-            *quantized(
-                matrix.data, rule.forward_format, rule, state, WEIGHT, rows=False
-            ).along_rows()
-        )
+        codes = quantized(matrix.data, rule.forward_format, rule, state, WEIGHT, rows=False)
+        return Stored(*codes.along_rows())
     stored = Stored(weight, scale_inv)
     return stored.t() if transposed and rule.dgrad_reads_weight else stored
 
@@ -432,7 +410,6 @@ def _saved_tensor_hook() -> Callable | None:
 def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
     """Return y [tokens, out] from x [tokens, in] and w [out, in]; w8 is empty for a weight stored
     in FP8."""
-    rule = rule.of(FPROP)
     if w8.codes is None and rule.blocks is None:
         w8 = Quantized(*stored)
     elif w8.codes is None:
@@ -445,7 +422,7 @@ def _dgrad(rule, dy, dy8, weight: Stored, out_dtype, split) -> torch.Tensor:
     one scale."""
     if rule.high_precision[DGRAD]:
         return plain_product(dy.to(out_dtype), weight.values(out_dtype).t())
-    rule, w8 = rule.of(DGRAD), Quantized(*weight)
+    w8 = Quantized(*weight)
     if rule.blocks is not None:
         w8 = weight.in_blocks(rule.weight_blocks, rule.forward_format, transposed=True, split=split)
     return rule.product(dy8.along_columns(), w8, out_dtype)
@@ -455,6 +432,4 @@ def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:
     """Return dw [out, in] from dy [tokens, out] and x, or codes of x.T."""
     if rule.high_precision[WGRAD]:
         return plain_product(dy.to(out_dtype).t(), x.reshape(-1, x.shape[-1]).to(out_dtype).t())
-    return rule.of(WGRAD).product(
-        dy8.along_rows(), Quantized(x, x_scale), out_dtype, by_weight=False
-    )
+    return rule.product(dy8.along_rows(), Quantized(x, x_scale), out_dtype, by_weight=False)

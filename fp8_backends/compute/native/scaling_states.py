@@ -249,7 +249,7 @@ class KeepsLedger(nn.Module):
         rule, device = self.fp8_rule, self.weight.device
         scaling, has_e5m2 = (
             rule.scaling if rule.has_blocks else "dynamic",
-            rule.gradient_format == E5M2,
+            E5M2 in (rule.gradient_format, rule.wgrad_format),
         )
         return engine_for(device, self.fp8_out_dtype, scaling, has_e5m2)
 

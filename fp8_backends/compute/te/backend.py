@@ -94,7 +94,7 @@ class TransformerEngineCompute(Compute):
                 f"interval={recipe.interval}: TransformerEngine ignores it since version 2.4; "
                 "leave it out, or use native:delayed, which honours it"
             )
-        if any(recipe.override_linear_precision[:2]) or recipe.by_product:
+        if any(recipe.override_linear_precision[:2]) or recipe.gradient_formats:
             name = "products" if "products" in recipe.given else "override_linear_precision"
             raise RecipeError(
                 f"{name}={getattr(recipe, name)}: with te only wgrad can be in high precision, "

@@ -6,10 +6,9 @@ from __future__ import annotations
 import torch
 
 from ...compute.counts import KINDS, RECOMPUTED
-from ...compute.native.layer_rule import DGRAD, FPROP, WGRAD, Stored, quantized
+from ...compute.native.layer_rule import DGRAD, FPROP, WGRAD, Stored, quantized, quantized_gradient
 from ...compute.native.linear import FROZEN, FP8Linear
 from ...compute.products import plain_product
-from ...formats.formats import Format
 from ...formats.scaling import GRAD_OUTPUT, INPUT
 from ...kernels.layouts import Layouts
 from .deferred_logits import HEADS, DefersLogits, HeadProducts
@@ -67,7 +66,10 @@ class FP8HeadProducts(HeadProducts):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         self.x, fp8_fprop = x, not self.high[FPROP]
         if fp8_fprop or self.fp8_wgrad:
-            self.x8 = self._quantized(x, self.rule.forward_format, INPUT, fp8_fprop, self.fp8_wgrad)
+            fmt, newest = self.rule.forward_format, self.ledger.newest(self.rule, self.state, INPUT)
+            self.x8 = quantized(
+                x, fmt, self.rule, self.state, INPUT, fp8_fprop, self.fp8_wgrad, newest
+            )
         if not fp8_fprop:
             return self.biased(plain_product(x.to(self.out_dtype), self.matrix))
         x8 = self.x8.along_columns()
@@ -79,9 +81,8 @@ class FP8HeadProducts(HeadProducts):
         dx = dw = None
         fp8_dgrad, fp8_wgrad = of_input and not self.high[DGRAD], of_weight and self.fp8_wgrad
         if fp8_dgrad or fp8_wgrad:
-            dy8 = self._quantized(
-                dlogits, self.rule.gradient_format, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad
-            )
+            newest = self.ledger.newest(self.rule, self.state, GRAD_OUTPUT)
+            dy8 = quantized_gradient(dlogits, self.rule, self.state, fp8_dgrad, fp8_wgrad, newest)
         if fp8_dgrad:
             dx = self.rule.product(dy8.along_columns(), self.transposed, self.out_dtype)
         elif of_input:
@@ -93,12 +94,6 @@ class FP8HeadProducts(HeadProducts):
         elif of_weight:
             dw = plain_product(dlogits.t(), self.x.to(self.out_dtype).t())
         return dx, dw
-
-    def _quantized(
-        self, matrix: torch.Tensor, fmt: Format, tensor: int, rows: bool, columns: bool
-    ) -> Layouts:
-        newest = self.ledger.newest(self.rule, self.state, tensor)
-        return quantized(matrix, fmt, self.rule, self.state, tensor, rows, columns, newest)
 
 
 HEADS[FP8Linear] = FP8Head

@@ -283,8 +283,10 @@ def _estimate(
         result.notes.append(
             f"{backend}: its FP8 products are {cell.state} on this chip, so it has no time"
         )
-    elif recipe is not None and (recipe.by_product or len(recipe.recipes) > 1):
-        result.notes.append(f"{backend}: several scaling rules in one model have no time")
+    elif recipe is not None and (recipe.gradient_formats or len(recipe.recipes) > 1):
+        result.notes.append(
+            f"{backend}: several scaling rules or gradient formats in one model have no time"
+        )
     elif rates is not None and backend not in ("fp16", "fp32"):
         plain = rank_of(growth_of(None, "bf16"), None, layers, batch)
         waits = layout.waiting_bytes(workload, layers, batch)
