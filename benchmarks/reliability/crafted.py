@@ -39,7 +39,7 @@ import fp8_backends  # noqa: E402
 from fp8_backends.accelerate_plugin import checkpoints  # noqa: E402
 from fp8_backends.convert.conversion import prepared_roots  # noqa: E402
 from fp8_backends.tensors import scaled_tensor  # noqa: E402
-from fp8_backends.tensors.scaled_tensor import ScaledTensor, stored_parts  # noqa: E402
+from fp8_backends.tensors.scaled_tensor import Kind, Partial, ScaledTensor, stored_parts  # noqa: E402
 
 NAN, INF = math.nan, math.inf
 SCALING = "fp8_scaling"
@@ -265,12 +265,12 @@ def of_scaled(state: dict[str, Any]) -> Iterator[Case]:
                 if states[name].codes.dtype != torch.uint8:  # all of whose codes are numbers
                     yield Case(f"codes of {name}", "NaN", _refilled(key, name, "codes", NAN))
                 gradient = put(
-                    lambda scaled: _marked(scaled, "accumulates", True), ("state", key, name)
+                    lambda scaled: _marked(scaled, "kind", Kind.GRADIENT), ("state", key, name)
                 )
                 yield Case(name, "a scaled gradient", gradient)
                 rest = torch.ones(states[name].shape, dtype=torch.int8)
                 residual = put(
-                    lambda scaled, rest=rest: _marked(scaled, "residual", rest),
+                    lambda scaled, rest=rest: _marked(scaled, "rest", rest),
                     ("state", key, name),
                 )
                 yield Case(name, "a residual", residual)
@@ -350,7 +350,8 @@ class Pickled:
 def pickles() -> Iterator[tuple[str, str, Pickled]]:
     """Yield field, fault, and an object that pickles with it."""
     codes, scale, fp8 = torch.zeros(4, 4, dtype=torch.uint8), torch.ones(()), torch.float8_e4m3fn
-    context = (torch.float32, 0, False, False)
+    plain = Kind.WEIGHT, Partial.WHOLE
+    context = (torch.float32, 0, *plain)
     sound = [codes, fp8, scale, context, False, {}]
     other = ScaledTensor(torch.zeros(2, 2, dtype=torch.float16), torch.ones(()))
     for place, field, faults in (
@@ -372,11 +373,11 @@ def pickles() -> Iterator[tuple[str, str, Pickled]]:
             3,
             "context",
             (
-                (torch.int64, 0, False, False),
-                (torch.float32, -8, False, False),
-                (torch.float32, 8, False, False),
-                (torch.float32, 0.5, False, False),
-                (torch.float32, 0, "yes", False),
+                (torch.int64, 0, *plain),
+                (torch.float32, -8, *plain),
+                (torch.float32, 8, *plain),
+                (torch.float32, 0.5, *plain),
+                (torch.float32, 0, "yes", Partial.WHOLE),
                 (torch.float32, 0),
                 None,
             ),
@@ -386,15 +387,16 @@ def pickles() -> Iterator[tuple[str, str, Pickled]]:
             "attribute",
             (
                 {"stored": None},
-                {"_view": (codes, codes)},
+                {"is_view": True},
                 {"dequantize": None},
                 {"data": torch.ones(4, 4)},
                 {"grad": torch.ones(4, 4)},
                 {"master": other},
-                {"master": torch.ones(4, 4)},
+                {"rest": other},
+                {"rest": torch.ones(4, 4)},
                 {"edited": torch.ones(2, 2)},
-                {"elsewhere": 1},
-                {"is_state": "yes"},
+                {"rest": 1},
+                {"kind": "yes"},
                 {"block_size": 3},
             ),
         ),

@@ -25,7 +25,7 @@ from ..errors import FP8BackendError
 from ..recipes.handlers import Recipe
 from ..recipes.precision_plan import plan
 from ..tensors.block_codes import BlockCodes
-from ..tensors.scaled_tensor import Elsewhere, ScaledTensor, stored_parts
+from ..tensors.scaled_tensor import Elsewhere, Kind, ScaledTensor, stored_parts
 from ..torch_tools.modules import TemporaryHook
 from .backward import Agreement, BackwardPass, States, agree_after_backward
 from .reducer import GradientReducer, HookState, fp8_all_reduce
@@ -245,7 +245,7 @@ class GradientArrives(TemporaryHook):
             # rounding
             values, dtype = weight.grad.float(), weight.grad.dtype
             weight.grad = ScaledTensor(
-                values, torch.ones((), device=values.device), dtype, accumulates=True
+                values, torch.ones((), device=values.device), dtype, kind=Kind.GRADIENT
             )
 
 
@@ -536,10 +536,7 @@ class SharedOut:
         storage = (
             weight.elsewhere.storage if weight.rest is None else stored_parts(weight.rest)[0].dtype
         )
-        weight.rest = None
-        weight.elsewhere = Elsewhere(
-            dist.get_global_rank(self.group, self._owner[id(weight)]), storage
-        )
+        weight.rest = Elsewhere(dist.get_global_rank(self.group, self._owner[id(weight)]), storage)
 
     @torch.no_grad()
     def share(self) -> None:

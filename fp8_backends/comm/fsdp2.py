@@ -32,7 +32,7 @@ from ..announcement import logger
 from ..errors import FP8BackendError
 from ..formats.formats import E4M3
 from ..tensors.gathered_codes import AMAX, DGRAD, FPROP, GatheredCodes
-from ..tensors.scaled_tensor import ScaledTensor, agree_on_scale
+from ..tensors.scaled_tensor import Partial, ScaledTensor
 from ..tensors.sharded_tensor import agreed_over, is_distributed
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import TemporaryHook
@@ -413,8 +413,8 @@ def _agree_on_amaxes(shards: Iterable[WeightShard]) -> None:
         by_group.setdefault(shard.process_group, []).append(shard)
     for group, members in by_group.items():
         for shard in members:
-            if isinstance(shard.tensor, ScaledTensor) and shard.tensor.unagreed:
-                agree_on_scale(shard.tensor, [group])
+            if isinstance(shard.tensor, ScaledTensor) and shard.tensor.partial is Partial.WRITTEN:
+                shard.tensor.agree_on_scale([group])
         amaxes = [shard.codes.amaxes(*shard.place) for shard in members]
         flat = [tensor for shard_amaxes in amaxes for tensor in shard_amaxes]
         maxima: dict[int, torch.Tensor] = {}

@@ -24,7 +24,7 @@ from torch import nn
 from ..errors import FP8BackendError
 from ..formats.formats import E4M3
 from ..kernels.devices import on_device
-from ..tensors.scaled_tensor import ScaledTensor, quantize, stored_parts
+from ..tensors.scaled_tensor import Kind, ScaledTensor, quantize, stored_parts
 from ..tensors.sharded_tensor import agreed_over
 from ..torch_tools.modules import TemporaryHook
 from .two_shot import BLOCK, AllReduce, Part, Reduced
@@ -188,7 +188,7 @@ class GradientReducer:
                 reduced.scale_inv[start // BLOCK : -(-end // BLOCK)],
             )
             gradient = ScaledTensor(codes.view(parameter.shape), scale_inv, parameter.dtype, BLOCK)
-        gradient.accumulates = True
+        gradient.kind = Kind.GRADIENT
         return gradient
 
 

@@ -13,7 +13,6 @@ from ..errors import FP8BackendError
 from ..states import levels
 from ..tensors.block_codes import BlockCodes
 from ..tensors.parameter_swap import refuse_if_held, swap
-from ..tensors.scaled_operations import keep_changes
 from ..tensors.scaled_tensor import ScaledTensor
 from ..tensors.sharded_tensor import is_distributed
 from ..torch_tools.modules import CONVERSION, check_is_module, has_ranks, owner_of, weight_name
@@ -142,7 +141,9 @@ class StoredWeight:
         form = self.form
         try:
             if isinstance(form, ScaledTensor):
-                keep_changes(form, values)
+                changed = values != form.exact()
+                if changed.any():
+                    form[changed] = values[changed]
             else:  # a frozen weight, this package's or TransformerEngine's
                 frozen = (
                     form.exact()

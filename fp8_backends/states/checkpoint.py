@@ -18,7 +18,7 @@ from ..errors import FP8BackendError
 from ..formats import formats
 from ..formats.formats import FORMAT_OF, Range, check_values
 from ..tensors.encoding import amax_of
-from ..tensors.scaled_tensor import ScaledTensor, dequantize_shards, quantize
+from ..tensors.scaled_tensor import Kind, Partial, ScaledTensor, dequantize_shards, quantize
 from ..tensors.sharded_tensor import is_distributed, local_part, with_local
 from ..torch_tools.optimizers import check_is_optimizer, parameters_by_key, unwrapped
 from ..words import counted
@@ -146,7 +146,8 @@ def _stored_moment(
             (amax,) = agree([amax_of(local)], [p])
         moment = quantize(local, dtype, torch.float32, block_size, amax)
     if isinstance(moment, ScaledTensor):
-        moment.partial, moment.is_state = is_distributed(p), True
+        moment.kind = Kind.STATE
+        moment.partial = Partial(is_distributed(p))
     return with_local(p, moment)
 
 
@@ -234,7 +235,7 @@ def _outermost(optimizer: torch.optim.Optimizer, receives: bool) -> Iterator[lis
 
 def _put_placeholder(p: torch.Tensor) -> None:
     if p.elsewhere is not None:
-        p.elsewhere = p.elsewhere._replace(unread=True)
+        p.rest = p.elsewhere._replace(unread=True)
 
 
 @torch.no_grad()
@@ -276,7 +277,7 @@ def gather(
             _put_placeholder(p)
         elif not owners.owns(p):
             if p.shared_out:
-                p.rest, p.elsewhere = rest, None
+                p.rest = rest
             if moments and step >= 0:
                 optimizer.state[p] = {STEP: optimizer.new_counter(group, p).copy_(step), **gathered}
 
@@ -473,8 +474,8 @@ def _check_tensor(
             f"{name} holds no values: it is on the meta device, as on a rank that does not save"
         )
     if scaled:
-        has_rest = local.elsewhere is not None or local.rest is not None
-        if local.accumulates or has_rest or local.codes.dtype not in _STORED:
+        is_gradient = local.kind is Kind.GRADIENT
+        if is_gradient or local.stored.rest is not None or local.codes.dtype not in _STORED:
             raise FP8BackendError(
                 f"{name} is a scaled tensor of another kind than optimizer states are. {_DAMAGED}"
             )

@@ -20,13 +20,12 @@ from ..formats.formats import ROOT8
 from ..recipes.handlers import Recipe
 from ..tensors.parameter_swap import KeepsBelongings, refuse_if_held, swap
 from ..tensors.scaled_tensor import (
-    SHARD,
+    Kind,
+    Partial,
     ScaledTensor,
-    agree_on_scale,
     dequantize_shards,
     quantize,
     quantize_pair,
-    write_shard,
 )
 from ..tensors.sharded_tensor import is_distributed, local_part, placed_as, shard_groups, with_local
 from ..torch_tools.modules import owner_of, weight_name
@@ -143,7 +142,7 @@ def _hold(weight: torch.Tensor, shards: torch.Tensor) -> None:
     """Replace the local part of a DTensor, which stays the same object."""
     weight._local_tensor = local = local_part(shards)
     if isinstance(local, ScaledTensor):
-        local.partial = False  # FSDP2 did not make it, and does not gather it
+        local.partial = Partial.WHOLE  # FSDP2 did not make it, and does not gather it
 
 
 def _is_stored(weight: torch.Tensor, level: str) -> bool:
@@ -165,14 +164,15 @@ def quantize_weight(values: torch.Tensor, level: str, trains: bool = True) -> to
         master = quantize(values, FP16, values.dtype)
         # as after every optimizer step
         weight = quantize(dequantize_shards(master, FP32), E4M3, master.dtype)
-        local_part(weight).master = local_part(master)
+        local_part(weight).rest = local_part(master)
     else:
         weight = quantize(values, WEIGHT[level], values.dtype)
     if is_distributed(values):
         for part in (local_part(weight), local_part(weight).master):
             if part is not None:
-                part.partial = SHARD
-    local_part(weight).untrained = not trains
+                part.partial = Partial.SHARD
+    if not trains:
+        local_part(weight).kind = Kind.UNTRAINED
     return weight
 
 
@@ -182,7 +182,7 @@ def write_weight_shards(weight: torch.Tensor, values: torch.Tensor) -> None:
     local = local_part(weight.detach())
     local.stored.state_dict_copies.accept()
     local.settle()
-    write_shard(local, local_part(values), shard_groups(weight))
+    local.write_shard(local_part(values), shard_groups(weight))
 
 
 def make_plain(layer: nn.Module) -> None:
@@ -268,7 +268,7 @@ def cast_gradient(weight: torch.Tensor) -> None:
             gradient = placed_as(weight, gradient)
             # a shard of a gradient has its own scale: each rank steps only its own rows
             quantized = quantize(local_part(gradient), E4M3, gradient.dtype)
-            quantized.accumulates = True
+            quantized.kind = Kind.GRADIENT
             weight.grad = with_local(gradient, quantized)
 
 
@@ -414,8 +414,9 @@ def load_into_shards(module: nn.Module, state_dict: dict, prefix: str, *_) -> No
             continue  # PyTorch reports a mismatch
         local = local_part(new)
         if isinstance(local, ScaledTensor):
-            if local.unagreed:  # `set_model_state_dict` has broadcast into the shards themselves
-                agree_on_scale(local, shard_groups(new))
+            # `set_model_state_dict` has broadcast into the shards themselves
+            if local.partial is Partial.WRITTEN:
+                local.agree_on_scale(shard_groups(new))
             continue
         new = new.redistribute(weight.device_mesh, weight.placements).to(weight.dtype)
         if local_part(weight.detach()).is_meta:
@@ -433,7 +434,7 @@ def quantize_assigned(module: nn.Module, incompatible_keys) -> None:
             if not isinstance(weight, ScaledTensor):
                 values = weight.detach()
                 swap(weight, quantize_weight(values, level, weight.requires_grad), part)
-                if weight.untrained:
+                if weight.kind is Kind.UNTRAINED:
                     weight.data = values
             weight.drop_exact_edits()
         _add_gradient_hook(weight)

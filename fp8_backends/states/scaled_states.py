@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..errors import FP8BackendError
 from ..formats.formats import FORMAT_OF, Range
-from ..tensors.scaled_tensor import ScaledTensor, quantize
+from ..tensors.scaled_tensor import Kind, Partial, ScaledTensor, quantize
 from ..tensors.sharded_tensor import is_distributed, local_part, placed_as, with_local
 from ..words import counted
 from . import checkpoint, sharding
@@ -91,7 +91,7 @@ def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
     weight, copy = local_part(p), None
     gradient = local_part(placed_as(p, p.grad))
     # a view of another gradient was assigned
-    if isinstance(gradient, ScaledTensor) and gradient._view is not None:
+    if isinstance(gradient, ScaledTensor) and gradient.is_view:
         gradient = gradient.values(torch.float32)
     if isinstance(weight, ScaledTensor):
         if weight.elsewhere is not None:
@@ -233,7 +233,8 @@ class ScaledStates:
         )
         if scaled:
             zeros = quantize(zeros, dtype, block_size=block_size)
-            zeros.partial, zeros.is_state = is_distributed(p), True
+            zeros.kind = Kind.STATE
+            zeros.partial = Partial(is_distributed(p))
         return zeros
 
     def new_counter(self, group: dict[str, Any], p: torch.Tensor) -> torch.Tensor:

@@ -144,30 +144,23 @@ def is_decoded(weight: torch.Tensor) -> bool:
 class Frozen(WithoutMemory):
     """A read-only tensor: operations read its plain values, `exact()`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
     def values(self) -> torch.Tensor:
         return self.exact()
 
-    @property
-    def data(self) -> torch.Tensor:
-        """A view outside of autograd. Assigning other values raises, since `torch.Tensor.data`
-        would change nothing."""
-        return torch.Tensor.data.__get__(self)
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
+    def assign(self, values: torch.Tensor) -> None:
+        """Refuse all values but the tensor's own, as after `p.data = p.data`."""
         if type(values) is not type(self) or any(
             a is not b for a, b in zip(values.parts, self.parts, strict=True)
         ):
             raise FP8BackendError(f"an assignment to `.data` {REFUSAL}")
 
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        operation = _ON_CODES.get(func) if args and isinstance(args[0], BlockCodes) else None
-        result = NotImplemented if operation is None else operation(func, *args, **kwargs)
-        return _on_values(func, args, kwargs) if result is NotImplemented else result
+    @staticmethod
+    def on_values(func, args, kwargs):
+        if next(written_to(func, args, kwargs, Frozen), None) is not None:
+            raise FP8BackendError(f"{func} {REFUSAL}")
+        result = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+        is_view = isinstance(args[0], Frozen) and (returns_view(func) or func in UNSAFE_VIEWS)
+        return tree_map(FrozenView, result) if is_view else result
 
 
 class BlockCodes(Frozen):
@@ -295,14 +288,6 @@ class FrozenView(Frozen):
         return memo.setdefault(id(self), self._values.clone())
 
 
-def _on_values(func, args, kwargs):
-    if next(written_to(func, args, kwargs, Frozen), None) is not None:
-        raise FP8BackendError(f"{func} {REFUSAL}")
-    result = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
-    is_view = isinstance(args[0], Frozen) and (returns_view(func) or func in UNSAFE_VIEWS)
-    return tree_map(FrozenView, result) if is_view else result
-
-
 def _plain(value: Any) -> Any:
     return value.exact() if isinstance(value, Frozen) else value
 
@@ -325,6 +310,8 @@ def _copy_(func, target, source, non_blocking=False):
     saved values of these codes give the same codes again, and a block with larger values gets a new
     scale; other codes only keep their own.
     """
+    if not isinstance(target, BlockCodes):
+        return NotImplemented
     if not isinstance(source, BlockCodes) or source.code_layout is not target.code_layout:
         values = _plain(source).to(target.device).expand(target.shape)
         source = (
@@ -372,7 +359,7 @@ def _refuse_fsdp2(func, tensor, *args, **kwargs):
     )
 
 
-_ON_CODES = {
+BlockCodes.operations = {
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.lift_fresh.default: _same,

@@ -10,7 +10,7 @@ The implementations registered below work on codes and scale directly, or do not
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -20,30 +20,29 @@ from ..errors import FP8BackendError
 from ..formats.formats import E4M3, FORMAT_OF, ROOT8
 from ..kernels import backward as gradients
 from .scaled_tensor import (
-    FRESH,
-    OPERATIONS,
-    SHARD,
-    ScaledStorage,
+    Kind,
+    Partial,
     ScaledTensor,
     quantize,
     quantize_like,
-    quantize_pair,
     stored_parts,
 )
 
 aten = torch.ops.aten
 FP32 = torch.float32
 
+UNWRITABLE = (Partial.PART, Partial.FRESH)
+"""Tensors that cannot take another scale."""
+
 
 def _implements(*operations):
     def register(function):
-        OPERATIONS.update(dict.fromkeys(operations, function))
+        ScaledTensor.operations.update(dict.fromkeys(operations, function))
         return function
 
     return register
 
 
-@_implements(None)
 def _any_other(func, args, kwargs):
     if func.namespace == "c10d":
         return _collective(func, args, kwargs)
@@ -61,15 +60,16 @@ def _any_other(func, args, kwargs):
     return func(*tree_map(read, args), **tree_map(read, kwargs))
 
 
+ScaledTensor.on_values = staticmethod(_any_other)
+
 PRODUCTS = {
-    *(
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.linear.default,
-    ),
-    *(aten._grouped_mm.default, aten.embedding.default),
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.linear.default,
+    aten._grouped_mm.default,
+    aten.embedding.default,
 }
 """Operations of layers. If one rank owns the exact values of a weight, all ranks read its FP8
 values here."""
@@ -107,8 +107,10 @@ def written_to(func, args, kwargs, kind: type[torch.Tensor]) -> Iterator[torch.T
 
 
 UNSAFE_VIEWS = (
-    *(aten._unsafe_view.default, aten.unsafe_chunk.default),
-    *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default),
+    aten._unsafe_view.default,
+    aten.unsafe_chunk.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
 )
 """Operations with views as results, unknown to autograd."""
 
@@ -143,39 +145,25 @@ def _as_strided(func, tensor, size, stride, storage_offset=None):
 # New tensors
 
 
-def _parts(
-    tensor: ScaledTensor, data: torch.Tensor, scale_inv: torch.Tensor, dtype=None
-) -> ScaledTensor:
-    return ScaledTensor(
-        data, scale_inv, dtype or tensor.dtype, tensor.block_size, tensor.accumulates
-    )
-
-
 def _moved(
     tensor: ScaledTensor, move: Callable[[torch.Tensor], torch.Tensor], dtype=None
 ) -> ScaledTensor:
     """Return a new ScaledTensor after applying `move` to each stored part."""
     tensor.state_dict_copies.check()
-    result = _parts(tensor, *map(move, stored_parts(tensor)), dtype)
-    if tensor.master is not None:
-        result.master = _moved(tensor.master, move)
-    if tensor.residual is not None:
-        result.residual = move(tensor.residual)
-    if tensor.stored.edited is not None:
-        result.stored.edited = move(tensor.in_whole(tensor.stored.edited))
-    result.partial, result.elsewhere, result.shared_out = (
-        tensor.partial,
-        tensor.elsewhere,
-        tensor.shared_out,
+    codes, scale_inv = map(move, stored_parts(tensor))
+    result = ScaledTensor(
+        codes, scale_inv, dtype or tensor.dtype, tensor.block_size, tensor.kind, tensor.partial
     )
-    result.is_state, result.untrained = tensor.is_state, tensor.untrained
+    result.rest = tensor.elsewhere if tensor.rest is None else move(tensor.rest)
+    result.edited = None if tensor.edited is None else move(tensor.edited)
+    result.shared_out = tensor.shared_out
     return result
 
 
 @_implements(aten._to_copy.default)
 def _to_copy(func, tensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
     if (dtype is not None and not dtype.is_floating_point) or (
-        tensor._view is not None and tensor.block_size
+        tensor.is_view and tensor.block_size
     ):
         return NotImplemented
     return _moved(tensor, lambda part: func(part, device=device, non_blocking=non_blocking), dtype)
@@ -195,7 +183,8 @@ def _is_pinned(func, tensor, *args, **kwargs):
 def _empty_like(func, tensor, *, dtype=None, device=None, **kwargs):
     """Allocate the same form: `module.to_empty` must not change the storage of a weight."""
     result = _moved(tensor, lambda part: torch.empty_like(part, device=device), dtype)
-    result.partial, result.stored.edited = False, None
+    result.partial = Partial.WHOLE
+    result.edited = None
     return result
 
 
@@ -206,12 +195,11 @@ def _new(func, tensor, size, *, dtype=None, device=None, **kwargs):
     filled = func == aten.new_empty.default and torch.Size(size).numel()
     if filled or dtype is not None or device is not None or tensor.block_size:
         return NotImplemented
-    result = _parts(tensor, func(tensor.codes, size), tensor.scale_inv)
-    result.partial = FRESH
-    if tensor.master is not None:
-        result.master = _new(func, tensor.master, size)
-    if tensor.residual is not None:
-        result.residual = func(tensor.residual, size)
+    kind = Kind.GRADIENT if tensor.kind is Kind.GRADIENT else Kind.WEIGHT
+    codes = func(tensor.codes, size)
+    result = ScaledTensor(codes, tensor.scale_inv, tensor.dtype, kind=kind, partial=Partial.FRESH)
+    if tensor.rest is not None:
+        result.rest = func(tensor.rest, size)
     return result
 
 
@@ -237,23 +225,14 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
     if func.name().startswith("aten::_foreach_") and len(args[0]) > 1:
         return _one_by_one(func, args, kwargs)
     with torch.inference_mode(False):  # the storage outlives inference mode
-        by_storage = {tensor.stored: tensor for tensor in written}
-        wholes = {stored: _editable(tensor, func) for stored, tensor in by_storage.items()}
-    dtypes = {tensor.dtype for tensor in written} - {FP32}
-    work: list[tuple[torch.Tensor, ScaledTensor]] = []
+        wholes = {tensor.stored: tensor.view_of(tensor.stored.codes) for tensor in written}
+        edited = {stored: _editable(whole, func) for stored, whole in wholes.items()}
 
-    def operand(value: Any) -> Any:
-        if isinstance(value, torch.dtype):
-            return FP32 if value in dtypes else value
-        if not isinstance(value, torch.Tensor):
-            return value
-        if isinstance(value, ScaledTensor) and value.stored in wholes:
-            work.append((value.in_whole(wholes[value.stored]), value))
-            return work[-1][0]
-        value = _values(value)
-        return value.to(FP32) if value.dtype in dtypes else value
+    def place(tensor: ScaledTensor) -> torch.Tensor | None:
+        return tensor.in_whole(edited[tensor.stored]) if tensor.stored in edited else None
 
-    result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
+    narrow = {tensor.dtype for tensor in written} - {FP32}
+    result, work = _on_stand_ins(func, args, kwargs, place, narrow)
     for values, tensor in work:
         if values.shape != tensor.shape:  # `out=` resizes
             raise FP8BackendError(
@@ -261,15 +240,40 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
                 f"shape {tuple(tensor.shape)}"
             )
     for stored, whole in wholes.items():
-        _keep(stored, whole)
-    return _in_their_place(result, work)
+        _keep(whole, edited[stored])
+    return result
 
 
-def _in_their_place(result: Any, work: list[tuple[torch.Tensor, ScaledTensor]]) -> Any:
-    """Replace the plain stand-ins in a result by their ScaledTensors."""
-    return tree_map(
-        lambda value: next((tensor for values, tensor in work if values is value), value), result
-    )
+def _on_stand_ins(
+    func,
+    args,
+    kwargs,
+    stand_in: Callable[[ScaledTensor], torch.Tensor | None],
+    narrow: Collection[torch.dtype] = (),
+) -> tuple[Any, list[tuple[torch.Tensor, ScaledTensor]]]:
+    """Run an operation on plain tensors: `stand_in` of each ScaledTensor, or its values where that
+    is None. Dtypes in `narrow` become FP32. Return the result, with the ScaledTensors in place of
+    their stand-ins, and the pairs of both."""
+    work: list[tuple[torch.Tensor, ScaledTensor]] = []
+
+    def operand(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return FP32 if value in narrow else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, ScaledTensor):
+            plain = stand_in(value)
+            if plain is not None:
+                work.append((plain, value))
+                return plain
+            value = value.values()
+        return value.to(FP32) if value.dtype in narrow else value
+
+    def owner(value: Any) -> Any:
+        return next((tensor for plain, tensor in work if plain is value), value)
+
+    result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
+    return tree_map(owner, result), work
 
 
 def _one_by_one(func, args, kwargs) -> None:
@@ -296,21 +300,19 @@ def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
 
 def _require_all(tensor: ScaledTensor, func) -> None:
     stored = tensor.stored
-    if stored.shared_out or stored.elsewhere is not None:
+    if stored.shared_out or tensor.elsewhere is not None:
         raise FP8BackendError(
             f"{func} would change a weight of shape {tuple(tensor.shape)} in place, but one rank "
             "owns its full-precision values (levels O3 and O4 shard masters, residuals and "
             "optimizer states). Write whole values with copy_(), or prepare with "
             "shard_states=False"
         )
-    if stored.partial == FRESH:  # no shard was copied in: hold FP32 values
-        stored.codes = torch.zeros_like(stored.codes, dtype=FP32)
-        stored.scale_inv, stored.accumulates = (
-            torch.ones((), dtype=FP32, device=stored.codes.device),
-            True,
-        )
-        stored.partial, stored.master, stored.residual = False, None, None
-    if stored.partial is True:
+    if stored.partial is Partial.FRESH:  # no shard was copied in: hold FP32 values
+        stored.kind = Kind.GRADIENT
+        stored.partial = Partial.WHOLE
+        stored.rest = None
+        _keep(tensor, torch.zeros_like(stored.codes, dtype=FP32))
+    if stored.partial is Partial.PART:
         raise FP8BackendError(
             f"{func} would change a ScaledTensor of shape {tuple(tensor.shape)} in place, but "
             "elements outside of it share its scale, or FSDP2 has gathered it for one forward: "
@@ -319,28 +321,16 @@ def _require_all(tensor: ScaledTensor, func) -> None:
         )
 
 
-def _keep(stored: ScaledStorage, whole: torch.Tensor) -> None:
-    if stored.accumulates:
-        stored.codes, stored.scale_inv, stored.block_size = (
-            whole,
-            torch.ones((), dtype=FP32, device=whole.device),
-            0,
-        )
+def _keep(tensor: ScaledTensor, whole: torch.Tensor) -> None:
+    """Store the FP32 values of a tensor's whole storage, from `_editable`."""
+    stored = tensor.stored
+    if stored.kind is Kind.GRADIENT:
+        stored.codes = whole
+        stored.scale_inv = torch.ones((), dtype=FP32, device=whole.device)
+        stored.block_size = 0
     else:
         stored.edited = whole
-        _replace(stored, whole)
-
-
-@torch.no_grad()
-def keep_changes(tensor: ScaledTensor, values: torch.Tensor) -> None:
-    """Store other plain values of the tensor's shape, dtype and device, like an operation in
-    place."""
-    changed = values != tensor.exact()
-    if changed.any():
-        whole = _editable(tensor, "keep_changes")
-        part = tensor.in_whole(whole)
-        part.copy_(torch.where(changed, values.float(), part))
-        _keep(tensor.stored, whole)
+        _replace(tensor.view_of(stored.codes), whole)
 
 
 @_implements(aten.copy_.default)
@@ -361,100 +351,75 @@ def _copy_(func, target, source, non_blocking=False):
     stored = target.stored
     stored.partial = target.partial
     same_scale = isinstance(source, ScaledTensor) and source.scale_inv is target.scale_inv
-    if same_scale and stored.partial in (FRESH, SHARD):
+    if same_scale and stored.partial not in (Partial.WHOLE, Partial.PART):
         return _copy_elements(target, source, non_blocking)
-    stays_exact = stored.untrained and not isinstance(source, ScaledTensor)
-    if target._view is None and stored.partial in (False, SHARD):
+    stays_exact = stored.kind is Kind.UNTRAINED and not isinstance(source, ScaledTensor)
+    if not target.is_view and stored.partial not in UNWRITABLE:
         stored.state_dict_copies.accept()
         if not stays_exact:
             stored.edited = None
-            _replace(stored, source, non_blocking)
+            _replace(target, source, non_blocking)
             return target
     whole = _editable(target, func)
     target.in_whole(whole).copy_(_values(source))
-    if stays_exact or stored.accumulates or stored.edited is not None:
-        _keep(stored, whole)
+    if stays_exact or stored.kind is Kind.GRADIENT or stored.edited is not None:
+        _keep(target, whole)
     else:
-        _replace(stored, whole)
+        _replace(target.view_of(stored.codes), whole)
     return target
 
 
 def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: bool) -> ScaledTensor:
     target.codes.copy_(source.codes, non_blocking)
     target.stored.count_write()
-    target.stored.partial = SHARD
-    if target.master is not None:
-        _copy_elements(target.master, source.master, non_blocking)
-    if target.residual is not None:
-        target.residual.copy_(source.residual, non_blocking)
+    if target.partial is Partial.FRESH:
+        target.partial = Partial.SHARD
+    if target.rest is not None:  # a master has the source's scale, too
+        target.rest.copy_(source.rest, non_blocking)
     return target
 
 
-def _replace(stored: ScaledStorage, source: torch.Tensor, non_blocking: bool = False) -> None:
-    """Store all values of `source`, of the same shape: first in the master, then from there in the
-    codes."""
-    if isinstance(source, ScaledTensor) and (
-        source.stored.edited is not None or source._view is not None
-    ):
+def _replace(target: ScaledTensor, source: torch.Tensor, non_blocking: bool = False) -> None:
+    """Store all values of `source`, of the shape of the whole `target`: first in the master, then
+    from there in the codes. Copy bits if both are stored in the same form."""
+    if isinstance(source, ScaledTensor) and (source.edited is not None or source.is_view):
         source = source.values(FP32)
-    if stored.master is not None:
-        master = getattr(source, "master", None)
-        _replace(stored.master.stored, _in_full(source) if master is None else master, non_blocking)
-        source = stored.master
-    elif stored.residual is not None:
-        source = source if getattr(source, "residual", None) is not None else _in_full(source)
-    elif stored.elsewhere is not None and getattr(source, "elsewhere", None) is None:
-        source = _as_owner_rounds(source, stored.elsewhere.storage)
-    if not _is_stored_as(stored, source):
-        values = source.values(FP32) if isinstance(source, ScaledTensor) else source
-        source = quantize_like(values.to(stored.codes.device, FP32).contiguous(), stored)
-    stored.codes.copy_(source.codes, non_blocking)
-    stored.scale_inv.copy_(source.scale_inv, non_blocking)
-    if stored.residual is not None:
-        stored.residual.copy_(source.residual, non_blocking)
-    stored.count_write()
-    if stored.partial == SHARD:
-        stored.unagreed = True
-
-
-def _in_full(source: torch.Tensor) -> torch.Tensor:
-    """Return a weight's exact plain values if it has a master or residual, here or on another rank;
-    else itself."""
-    if isinstance(source, ScaledTensor) and (
-        source.rest is not None or source.elsewhere is not None
-    ):
-        return source.exact(FP32)
-    return source
-
-
-def _is_stored_as(stored: ScaledStorage, source: torch.Tensor) -> bool:
-    """Return True if the bits of `source` can be copied."""
-    if not isinstance(source, ScaledTensor):
-        return False
-    alike = (source.codes.dtype, source.block_size) == (stored.codes.dtype, stored.block_size)
-    return alike and (stored.residual is None or source.residual is not None)
+    is_scaled = isinstance(source, ScaledTensor)
+    if target.master is not None:
+        if is_scaled and source.stored.rest is not None:
+            source = source.exact(FP32) if source.master is None else source.master
+        _replace(target.master, source, non_blocking)
+        source = target.master
+        is_scaled = True
+    elif target.residual is not None and is_scaled and source.residual is None:
+        source = source.exact(FP32)
+        is_scaled = False
+    elif target.elsewhere is not None and not (is_scaled and source.elsewhere is not None):
+        source = _as_owner_rounds(source, target.elsewhere.storage)
+        is_scaled = isinstance(source, ScaledTensor)
+    form = (source.codes.dtype, source.block_size) if is_scaled else None
+    if form != (target.codes.dtype, target.block_size):
+        values = source.values(FP32) if is_scaled else source
+        source = quantize_like(values.to(target.device, FP32).contiguous(), target)
+    target.take(source, non_blocking)
+    target.stored.count_write()
+    if target.partial is Partial.SHARD:
+        target.partial = Partial.WRITTEN
 
 
 def _as_owner_rounds(source: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
     """Round new values like the owner of the master or residual does first, so that all ranks get
     the same codes."""
-    if storage == torch.int8 and getattr(source, "residual", None) is not None:
+    is_scaled = isinstance(source, ScaledTensor)
+    if storage == torch.int8 and is_scaled and source.residual is not None:
         return source
-    values = source.exact(FP32) if isinstance(source, ScaledTensor) else source.float()
-    return (
-        quantize_pair(values)
-        if storage == torch.int8
-        else quantize(values, storage).dequantize(FP32)
-    )
+    rounded = quantize(source.exact(FP32) if is_scaled else source.float(), storage)
+    return rounded if storage == torch.int8 else rounded.dequantize(FP32)
 
 
 @_implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(func, tensor, *args):
-    return _copy_(
-        aten.copy_.default,
-        tensor,
-        func(torch.empty(tensor.shape, dtype=FP32, device=tensor.device), *args),
-    )
+    return tensor.copy_(func(torch.empty(tensor.shape, dtype=FP32, device=tensor.device), *args))
 
 
 @_implements(aten.set_.source_Tensor)
@@ -482,8 +447,8 @@ def _accumulate_(func, total, other, *, alpha=1):
     """Add gradients in FP32 until `finish_accumulation`, so that many microbatches round once."""
     if (
         not isinstance(total, ScaledTensor)
-        or not total.accumulates
-        or total._view is not None
+        or total.kind is not Kind.GRADIENT
+        or total.is_view
         or total.partial
     ):
         return NotImplemented
@@ -493,10 +458,10 @@ def _accumulate_(func, total, other, *, alpha=1):
         addend = addend * alpha
     whole = isinstance(addend, torch.Tensor) and addend.shape == total.shape
     if stored.codes.dtype == E4M3.dtype and whole and not stored.block_size:
-        _keep(stored, gradients.accumulate(stored.codes, stored.scale_inv, addend))
+        _keep(total, gradients.accumulate(stored.codes, stored.scale_inv, addend))
         return total
     if stored.codes.dtype != FP32:
-        _keep(stored, total.dequantize(FP32))
+        _keep(total, total.dequantize(FP32))
     stored.codes.add_(addend / stored.scale_inv if isinstance(addend, torch.Tensor) else addend)
     return total
 
@@ -519,48 +484,58 @@ def _scales(tensor: Any, other: Any) -> bool:
     """Return True if multiplying by `other` or dividing by it changes only the scale. Powers of two
     are exact; for gradients any positive number or 0-dimensional tensor rounds once in FP32
     (clipping, unscaling, averaging)."""
-    if not isinstance(tensor, ScaledTensor) or (
-        tensor._view is not None and not tensor.codes.is_contiguous()
-    ):
+    if not isinstance(tensor, ScaledTensor) or tensor.partial in UNWRITABLE:
+        return False
+    if tensor.is_view and not tensor.codes.is_contiguous():
         return False
     if tensor.codes.dtype == ROOT8.dtype:  # the scale multiplies the root
         return False
+    is_gradient = tensor.kind is Kind.GRADIENT
     if isinstance(other, torch.Tensor):
-        fits = tensor.accumulates and not isinstance(other, ScaledTensor) and other.dim() == 0
+        fits = is_gradient and not isinstance(other, ScaledTensor) and other.dim() == 0
     else:
         fits = isinstance(other, (int, float)) and 0 < other < float("inf")
-        fits = fits and (tensor.accumulates or math.frexp(other)[0] == 0.5)
+        fits = fits and (is_gradient or math.frexp(other)[0] == 0.5)
     return fits and tensor.numel() == tensor.stored.codes.numel()
+
+
+def _rescale(func, tensors: list[ScaledTensor], other: Any) -> None:
+    """Multiply or divide tensors in place by their scales."""
+    operation = torch._foreach_div_ if "div" in func.name() else torch._foreach_mul_
+    scales: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        scales.setdefault(tensor.device, []).append(tensor.scale_inv)
+        tensor.stored.count_write()
+        for part in (tensor.master, tensor.stored.edited):
+            if part is not None:
+                operation([part], other)
+    for device, together in scales.items():
+        operation(together, _factor(other, device))
 
 
 @_implements(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 def _times(func, tensor, other):
-    if not isinstance(tensor, ScaledTensor) and func in (aten.mul.Tensor, aten.mul.Scalar):
+    if not isinstance(tensor, ScaledTensor) and "mul" in func.name():
         tensor, other = other, tensor  # number * tensor
-    if not _scales(tensor, other) or not tensor.accumulates or tensor._view is not None:
+    if not _scales(tensor, other) or tensor.kind is not Kind.GRADIENT or tensor.is_view:
         return NotImplemented
-    factor = _factor(other, tensor.device)
-    scale_inv = tensor.scale_inv / factor if func in _DIVISIONS else tensor.scale_inv * factor
-    return _parts(tensor, tensor.codes.clone(), scale_inv)
+    result = ScaledTensor(
+        tensor.codes.clone(),
+        tensor.scale_inv.clone(),
+        tensor.dtype,
+        tensor.block_size,
+        tensor.kind,
+    )
+    _rescale(func, [result], other)
+    return result
 
 
 @_implements(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)
 def _times_(func, tensor, other):
-    if not _scales(tensor, other) or tensor.partial in (True, FRESH):
+    if not _scales(tensor, other):
         return NotImplemented
-    factor = _factor(other, tensor.device)
-    for part in (
-        tensor.stored,
-        *([] if tensor.stored.master is None else [tensor.stored.master.stored]),
-    ):
-        part.scale_inv.div_(factor) if func in _DIVISIONS else part.scale_inv.mul_(factor)
-        part.count_write()
-    if tensor.stored.edited is not None:
-        func(tensor.stored.edited, other)
+    _rescale(func, [tensor], other)
     return tensor
-
-
-_DIVISIONS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor, aten.div_.Scalar)
 
 
 def _factor(other, device: torch.device) -> torch.Tensor:
@@ -585,20 +560,18 @@ def _scaled_and_plain(tensors) -> tuple[list[ScaledTensor], list[torch.Tensor]]:
 def _foreach_times_(func, tensors, other):
     if isinstance(other, ScaledTensor):
         return NotImplemented
-    divides = func in (aten._foreach_div_.Scalar, aten._foreach_div_.Tensor)
     scaled, plain = _scaled_and_plain(tensors)
     if plain:
         func(plain, other)
-    scales: dict[torch.device, list[torch.Tensor]] = {}
+    fitting = []
     for tensor in scaled:
-        if tensor.accumulates and tensor.partial not in (True, FRESH) and _scales(tensor, other):
-            # all that changes in a gradient
-            scales.setdefault(tensor.device, []).append(tensor.scale_inv)
+        if _scales(tensor, other):
+            fitting.append(tensor)
+        elif "div" in func.name():
+            tensor.div_(other)
         else:
-            tensor.div_(other) if divides else tensor.mul_(other)
-    for device, together in scales.items():
-        factor = _factor(other, device)
-        torch._foreach_div_(together, factor) if divides else torch._foreach_mul_(together, factor)
+            tensor.mul_(other)
+    _rescale(func, fitting, other)
 
 
 @_implements(aten._amp_foreach_non_finite_check_and_unscale_.default)
@@ -628,7 +601,7 @@ def _unscale_(func, tensors, found_inf, inv_scale):
 def _vector_norm(func, tensor, ord=2, dim=None, keepdim=False, *, dtype=None):
     if (
         not isinstance(tensor, ScaledTensor)
-        or not tensor.accumulates
+        or tensor.kind is not Kind.GRADIENT
         or tensor.block_size
         or dim is not None
         or ord == 0
@@ -649,16 +622,11 @@ def _foreach_norm(func, tensors, ord=2, dtype=None):
 def _collective(func, args, kwargs):
     """Run a collective on plain values, wait, and store the results: in the first argument, except
     for `send`."""
-    work: list[tuple[torch.Tensor, ScaledTensor]] = []
+    plain: dict[int, torch.Tensor] = {}
     for tensor in written_to(func, args, kwargs, ScaledTensor):
         _require_all(tensor, func)
-        work.append((tensor.values().contiguous(), tensor))
-
-    def operand(value: Any) -> Any:
-        stand_in = next((values for values, tensor in work if tensor is value), None)
-        return _values(value) if stand_in is None else stand_in
-
-    result = func(*tree_map(operand, args), **tree_map(operand, kwargs))
+        plain[id(tensor)] = tensor.values().contiguous()
+    result, work = _on_stand_ins(func, args, kwargs, lambda tensor: plain.get(id(tensor)))
     if not work:
         return result
     for handle in tree_iter(result):
@@ -666,4 +634,4 @@ def _collective(func, args, kwargs):
             handle.wait()
     for values, tensor in work:
         tensor.copy_(values)
-    return _in_their_place(result, work)
+    return result

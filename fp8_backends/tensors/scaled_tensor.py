@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from enum import Enum, IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -33,13 +34,37 @@ from .encoding import amax_of, decode, decode_pair, encode, encode_pair, encode_
 from .sharded_tensor import agreed_over, is_distributed, local_part, shard_groups, with_local
 from .state_dict_copies import StateDictCopies
 
-STORED = ("stored", "_view")
+STORED = ("stored", "is_view")
 """Attributes of a ScaledTensor object."""
-SHARD, FRESH = "shard", "fresh"
 
-OPERATIONS: dict[Any, Callable] = {}
-"""PyTorch operation -> its implementation for ScaledTensors; None -> the implementation of all
-others."""
+
+class Kind(Enum):
+    """The use of a ScaledTensor. It decides what a write stores."""
+
+    WEIGHT = "weight"
+    """Edits stay in FP32 until the optimizer's next step. Writes of all values are rounded."""
+    UNTRAINED = "untrained"
+    """A weight without an optimizer: frozen, or of a deep-copied model, such as an average of
+    weights. Writes of plain values stay in FP32, too."""
+    GRADIENT = "gradient"
+    """Adding or writing turns the codes into FP32 until `finish_accumulation`."""
+    STATE = "state"
+    """A state of an optimizer, otherwise like a weight."""
+
+
+class Partial(IntEnum):
+    """The tensor's share of the elements under its scale."""
+
+    WHOLE = 0
+    PART = 1
+    """Elements outside of the tensor share its scale, or FSDP2 has gathered it for one forward:
+    operations in place raise."""
+    FRESH = 2
+    """Memory that FSDP2 allocates and then copies a shard into."""
+    SHARD = 3
+    """A rank's rows under FSDP2, with the scale of all rows."""
+    WRITTEN = 4
+    """A shard with a scale of its own after a write, until the ranks agree on one."""
 
 
 class Elsewhere(NamedTuple):
@@ -69,14 +94,11 @@ class ScaledStorage:
     attributes.
 
     Attributes:
-        residual: int8, shape and strides of `codes`; or None.
+        rest: the master, the residual, or the rank with it; None for weights without one.
         edited: FP32, strides of `codes`: values after operations in place, before rounding. The
             optimizer's next step or a copy of whole values drops them.
         known: (amax, weak reference to the codes, their version) from the optimizer's last step,
             for `known_amax`.
-        untrained: a weight without an optimizer: frozen, or of a deep-copied model, such as an
-            average of weights. It keeps plain values exactly, in `edited`.
-        unagreed: a shard with a scale of its own after a write, until the ranks agree on one.
         gathered: this rank has the exact values of a sharded weight for a while.
         state_dict_copies: plain copies of this weight in state dicts.
     """
@@ -84,16 +106,11 @@ class ScaledStorage:
     codes: torch.Tensor
     scale_inv: torch.Tensor
     block_size: int = 0
-    accumulates: bool = False
-    partial: bool | str = False
-    is_state: bool = False
-    master: ScaledTensor | None = None
-    residual: torch.Tensor | None = None
-    elsewhere: Elsewhere | None = None
+    kind: Kind = Kind.WEIGHT
+    partial: Partial = Partial.WHOLE
+    rest: torch.Tensor | Elsewhere | None = None
     shared_out: bool = False
     edited: torch.Tensor | None = None
-    unagreed: bool = False
-    untrained: bool = False
     gathered: bool = False
     known: tuple[torch.Tensor, weakref.ref, int] | None = None
     state_dict_copies: StateDictCopies = field(default_factory=StateDictCopies)
@@ -110,9 +127,7 @@ def _stored(name: str, seen: Callable[[ScaledTensor, Any], Any] | None = None) -
 
     def get(tensor: ScaledTensor) -> Any:
         value = getattr(tensor.stored, name)
-        return (
-            value if seen is None or value is None or tensor._view is None else seen(tensor, value)
-        )
+        return value if seen is None or value is None else seen(tensor, value)
 
     def put(tensor: ScaledTensor, value: Any) -> None:
         setattr(tensor.stored, name, value)
@@ -120,9 +135,45 @@ def _stored(name: str, seen: Callable[[ScaledTensor, Any], Any] | None = None) -
     return property(get, put)
 
 
+def _partial_of(tensor: ScaledTensor, partial: Partial) -> Partial:
+    # nothing is copied into an empty shard
+    return Partial.SHARD if partial is Partial.FRESH and not tensor.numel() else partial
+
+
+def _rest_of(tensor: ScaledTensor, rest: torch.Tensor | Elsewhere) -> torch.Tensor | None:
+    if isinstance(rest, ScaledTensor):
+        return rest.view_of(tensor.in_whole(rest.codes))
+    return None if isinstance(rest, Elsewhere) else tensor.in_whole(rest)
+
+
 class WithoutMemory(torch.Tensor):
     """A tensor without memory for its values: base class with the methods of readers that bypass
-    PyTorch."""
+    PyTorch.
+
+    Attributes:
+        operations: PyTorch operation -> its implementation. For all others, and where it returns
+            NotImplemented, `on_values` runs.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    operations: dict[Any, Callable] = {}
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        operation = cls.operations.get(func)
+        result = NotImplemented if operation is None else operation(func, *args, **kwargs)
+        return cls.on_values(func, args, kwargs) if result is NotImplemented else result
+
+    @property
+    def data(self) -> torch.Tensor:
+        """A view outside of autograd. Assigning calls `assign`: assigning to `torch.Tensor.data`
+        would change nothing."""
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.assign(values)
 
     def numpy(self, *, force: bool = False):
         """Return the values as a read-only NumPy copy: a write to it would change nothing here."""
@@ -169,13 +220,8 @@ class ScaledTensor(WithoutMemory):
         scale_inv: FP32, 0-dimensional, or [ceil(numel / block_size)]. NaN if the quantized values
             were not finite.
         block_size: elements of the flattened tensor that share a scale; 0: all.
-        accumulates: a gradient. Adding or writing to it turns the codes into FP32 until
-            `finish_accumulation`.
-        is_state: an optimizer state.
-        partial: True if elements outside of the tensor share its scale, or FSDP2 has gathered this
-            weight for one forward: operations in place raise. `SHARD` for a rank's rows under
-            FSDP2: after a write, the ranks agree on a scale before they gather. `FRESH` for memory
-                that FSDP2 allocates and then copies a shard into.
+        kind: a `Kind`.
+        partial: a `Partial`.
         master: a ScaledTensor with the same values in more precision; or None (used at level O3).
         residual: int8, the lower bits of E4M3 codes, together E4M11; or None (used at level O4).
         rest: the master or the residual, read by `exact` besides codes and scale; or None.
@@ -183,29 +229,19 @@ class ScaledTensor(WithoutMemory):
         shared_out: one of several ranks has the rest. Products read codes and scale on all of them.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    operations: dict[Any, Callable] = {}
     ds_optim_param = True
     """DeepSpeed's engine broadcasts the bytes of no Parameter with this attribute: codes are copied
     by `comm`."""
 
-    block_size, accumulates, is_state = (
-        _stored("block_size"),
-        _stored("accumulates"),
-        _stored("is_state"),
-    )
-    untrained = _stored("untrained")
-    elsewhere, shared_out, unagreed = (
-        _stored("elsewhere"),
-        _stored("shared_out"),
-        _stored("unagreed"),
-    )
-    edited, state_dict_copies, scale_inv = (
-        _stored("edited"),
-        _stored("state_dict_copies"),
-        _stored("scale_inv"),
-    )
-    master = _stored("master", lambda tensor, master: master.view_of(tensor.in_whole(master.codes)))
-    residual = _stored("residual", lambda tensor, residual: tensor.in_whole(residual))
+    block_size = _stored("block_size")
+    kind = _stored("kind")
+    scale_inv = _stored("scale_inv")
+    shared_out = _stored("shared_out")
+    state_dict_copies = _stored("state_dict_copies")
+    edited = _stored("edited", lambda tensor, edited: tensor.in_whole(edited))
+    partial = _stored("partial", _partial_of)
+    rest = _stored("rest", _rest_of)
 
     @staticmethod
     def __new__(cls, data, scale_inv=None, *context, requires_grad=True, **named):
@@ -228,14 +264,14 @@ class ScaledTensor(WithoutMemory):
         scale_inv=None,
         dtype=torch.float32,
         block_size=0,
-        accumulates=False,
-        partial=False,
+        kind=Kind.WEIGHT,
+        partial=Partial.WHOLE,
         *,
         requires_grad=True,
     ):
         if scale_inv is not None:
-            self.stored = ScaledStorage(data, scale_inv, block_size, accumulates, partial)
-            self._view = None
+            self.stored = ScaledStorage(data, scale_inv, block_size, kind, partial)
+            self.is_view = False
 
     def view_of(self, seen: torch.Tensor) -> ScaledTensor:
         """Return another view of this storage. `seen` is `codes` or a view of it."""
@@ -256,12 +292,12 @@ class ScaledTensor(WithoutMemory):
                 layout=seen.layout,
             )
         alias.stored = self.stored
-        alias._view = None if seen is self.stored.codes else (self.stored.codes, seen)
+        alias.is_view = seen is not self.stored.codes
         return alias
 
     def in_whole(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this view's elements of a tensor with the strides of the stored codes."""
-        if self._view is None:
+        if not self.is_view:
             return whole
         return whole.as_strided(
             self.shape, self.stride(), whole.storage_offset() + self.storage_offset()
@@ -269,33 +305,22 @@ class ScaledTensor(WithoutMemory):
 
     @property
     def codes(self) -> torch.Tensor:
-        if self._view is None:
-            return self.stored.codes
-        codes, seen = self._view
-        # a gradient has begun to accumulate in FP32, or was rounded again
-        if codes is not self.stored.codes:
-            seen = self.in_whole(self.stored.codes)
-            self._view = (self.stored.codes, seen)
-        return seen
+        return self.in_whole(self.stored.codes)
 
     @property
-    def partial(self) -> bool | str:
-        partial = self.stored.partial
-        # nothing is copied into an empty shard
-        return SHARD if partial == FRESH and not self.numel() else partial
-
-    @partial.setter
-    def partial(self, partial: bool | str) -> None:
-        self.stored.partial = partial
+    def master(self) -> ScaledTensor | None:
+        rest = self.rest
+        return rest if isinstance(rest, ScaledTensor) else None
 
     @property
-    def rest(self) -> torch.Tensor | None:
-        return self.residual if self.stored.master is None else self.master
+    def residual(self) -> torch.Tensor | None:
+        rest = self.rest
+        return None if isinstance(rest, ScaledTensor) else rest
 
-    @rest.setter
-    def rest(self, rest: torch.Tensor | None) -> None:
-        is_master = isinstance(rest, ScaledTensor)
-        self.stored.master, self.stored.residual = (rest, None) if is_master else (None, rest)
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        rest = self.stored.rest
+        return rest if isinstance(rest, Elsewhere) else None
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the plain values of codes and scale, in `dtype` (default: the tensor's). Not
@@ -314,19 +339,20 @@ class ScaledTensor(WithoutMemory):
             FP8BackendError: another rank has the master or residual, or a copy in a state dict was
             written to.
         """
-        stored, dtype = self.stored, dtype or self.dtype
-        stored.state_dict_copies.check()
-        if stored.elsewhere is not None:
-            if stored.elsewhere.unread:  # takes no memory, and cannot be mistaken for values
+        dtype, rest = dtype or self.dtype, self.rest
+        self.state_dict_copies.check()
+        if self.elsewhere is not None:
+            if self.elsewhere.unread:  # takes no memory, and cannot be mistaken for values
                 return torch.empty(self.shape, dtype=self.dtype, device="meta")
             raise _owned(self)
-        if stored.edited is not None:
-            return self.in_whole(stored.edited).to(dtype, copy=True)
-        if stored.residual is not None:
-            # gathered for a checkpoint, it is on the CPU
-            residual = self.residual.to(self.codes.device)
-            return decode_pair(self.codes, residual, self.scale_inv).to(dtype)
-        return (self if stored.master is None else self.master).dequantize(dtype)
+        if self.edited is not None:
+            return self.edited.to(dtype, copy=True)
+        if isinstance(rest, ScaledTensor):
+            return rest.dequantize(dtype)
+        if rest is None:
+            return self.dequantize(dtype)
+        # gathered for a checkpoint, the residual is on the CPU
+        return decode_pair(self.codes, rest.to(self.codes.device), self.scale_inv).to(dtype)
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the exact values, as PyTorch functions read them.
@@ -357,24 +383,21 @@ class ScaledTensor(WithoutMemory):
     def settle(self) -> None:
         """Drop the FP32 values after operations in place. The stored codes are these values,
         rounded."""
-        self.stored.state_dict_copies.check()
-        self.edited, self.untrained = None, False
+        self.state_dict_copies.check()
+        self.edited = None
+        if self.kind is Kind.UNTRAINED:
+            self.kind = Kind.WEIGHT
 
     def drop_exact_edits(self) -> None:
         """Drop the FP32 values after operations in place, such as a load, if the stored parts hold
         them exactly."""
-        edited, self.edited = self.edited, None
-        if edited is not None and not torch.equal(self.in_whole(edited), self.exact(torch.float32)):
-            self.edited = edited
+        edited, whole = self.edited, self.stored.edited
+        self.edited = None
+        if edited is not None and not torch.equal(edited, self.exact(torch.float32)):
+            self.edited = whole
 
-    @property
-    def data(self) -> torch.Tensor:
-        """A view outside of autograd. Assigning plain values of the same shape and dtype stores
-        them; assigning to `torch.Tensor.data` would change nothing."""
-        return torch.Tensor.data.__get__(self)
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
+    def assign(self, values: torch.Tensor) -> None:
+        """Store plain values of the same shape and dtype."""
         if (
             isinstance(values, ScaledTensor)
             and values.stored is self.stored
@@ -410,7 +433,7 @@ class ScaledTensor(WithoutMemory):
         dtypes = {
             getattr(x, "dtype", x) for x in arguments if isinstance(x, (torch.dtype, torch.Tensor))
         }
-        stays = dtypes <= {self.dtype} and not (dtypes and self.is_state)
+        stays = dtypes <= {self.dtype} and not (dtypes and self.kind is Kind.STATE)
         if stays or getattr(self, "_is_param", False) or self.requires_grad:
             return super().to(*args, **kwargs)
         return self.values().to(*args, **kwargs)
@@ -419,11 +442,11 @@ class ScaledTensor(WithoutMemory):
         """Round an accumulated gradient's FP32 sum to E4M3, with the scale of its amax. In
         place."""
         stored = self.stored
-        if stored.accumulates and stored.codes.dtype == torch.float32:
+        if stored.kind is Kind.GRADIENT and stored.codes.dtype == torch.float32:
             stored.codes, stored.scale_inv = encode_sum(stored.codes, stored.scale_inv)
 
     @property
-    def context(self) -> tuple[torch.dtype, int, bool, bool | str]:
+    def context(self) -> tuple[torch.dtype, int, Kind, Partial]:
         """Arguments of the constructor after codes and scale_inv."""
         whole = self.stored.codes
         if self.block_size and (self.shape, self.stride()) != (whole.shape, whole.stride()):
@@ -434,20 +457,44 @@ class ScaledTensor(WithoutMemory):
         return (
             self.dtype,
             self.block_size,
-            self.accumulates,
-            self.partial or self.numel() < whole.numel(),
+            self.kind,
+            self.partial or Partial(self.numel() < whole.numel()),
         )
+
+    def agree_on_scale(self, groups: list[dist.ProcessGroup]) -> None:
+        """Give a written shard, and its master, the scale of the whole tensor, in place. All ranks
+        of the groups call it. The rank's own scale, in use until then, has the same or a finer
+        grid."""
+        self.write_shard(self.exact(torch.float32), groups)
+
+    @torch.no_grad()
+    def write_shard(self, values: torch.Tensor, groups: list[dist.ProcessGroup]) -> None:
+        """Write plain values into a shard and its master or residual, with scales agreed on by the
+        ranks of the groups."""
+        if self.master is not None:
+            self.master.write_shard(values, groups)
+            values = self.master.exact(torch.float32)
+        self.take(quantize_like(values, self, agreed_over(amax_of(values), groups)))
+        if self.partial is Partial.WRITTEN:
+            self.partial = Partial.SHARD
+
+    def take(self, rounded: ScaledTensor, non_blocking: bool = False) -> None:
+        """Copy the bits of a tensor in the same form, without a master."""
+        self.codes.copy_(rounded.codes, non_blocking)
+        self.scale_inv.copy_(rounded.scale_inv, non_blocking)
+        if self.residual is not None:
+            self.residual.copy_(rounded.residual, non_blocking)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """Return the tensors that FSDP2 sends for a shard: its codes, FP8 as bytes. Every rank has
         the scale; residuals stay on their ranks."""
-        self.stored.state_dict_copies.check()
-        if self.unagreed:
+        self.state_dict_copies.check()
+        if self.partial is Partial.WRITTEN:
             sharded = (
                 p for p in module._parameters.values() if getattr(p, "_local_tensor", None) is self
             )
             # over the ranks of tensor parallelism, too
-            agree_on_scale(self, shard_groups(next(sharded)))
+            self.agree_on_scale(shard_groups(next(sharded)))
         codes = self.codes.view(torch.uint8) if self.codes.dtype.itemsize == 1 else self.codes
         if self.shape[1:] == outer_size[1:]:  # sharded by rows: the last shards may be shorter
             missing = -(-outer_size[0] // mesh.size()) - self.shape[0]
@@ -464,7 +511,7 @@ class ScaledTensor(WithoutMemory):
             local_part(out).stored.scale_inv = scale_inv
             return None
         codes = gathered.reshape(-1)[: size.numel()].view(self.codes.dtype).view(size)
-        return ScaledTensor(codes, scale_inv, param_dtype, partial=True), (gathered,)
+        return ScaledTensor(codes, scale_inv, param_dtype, partial=Partial.PART), (gathered,)
 
     def __tensor_flatten__(self):
         # compiled code reads codes and scale, as products do
@@ -490,14 +537,10 @@ class ScaledTensor(WithoutMemory):
 
     def __reduce_ex__(self, protocol):
         others = {name: value for name, value in self.__dict__.items() if name not in STORED}
-        more = {
-            name: getattr(self, name)
-            for name in ("master", "residual", "elsewhere", "shared_out", "is_state", "untrained")
-        }
-        more["edited"] = None if self.edited is None else self.in_whole(self.edited)
-        others |= {
-            name: value for name, value in more.items() if value is not None and value is not False
-        }
+        more = {"rest": self.stored.rest if self.rest is None else self.rest, "edited": self.edited}
+        others |= {name: value for name, value in more.items() if value is not None}
+        if self.shared_out:
+            others["shared_out"] = True
         # pickle knows no FP8
         codes = self.codes.view(torch.uint8) if self.codes.dtype.itemsize == 1 else self.codes
         return _rebuild, (
@@ -518,11 +561,12 @@ class ScaledTensor(WithoutMemory):
         if copied is None:
             self.state_dict_copies.check()
             attributes = copy.deepcopy(
-                {name: value for name, value in self.__dict__.items() if name != "_view"}, memo
+                {name: value for name, value in self.__dict__.items() if name != "is_view"}, memo
             )
             whole = self.view_of(self.stored.codes)
             whole.stored = attributes["stored"]
-            whole.untrained = not (self.is_state or self.accumulates)
+            if self.kind is Kind.WEIGHT:
+                whole.kind = Kind.UNTRAINED
             copied = whole.view_of(self.in_whole(whole.stored.codes)).requires_grad_(
                 self.requires_grad
             )
@@ -531,13 +575,6 @@ class ScaledTensor(WithoutMemory):
             if self.grad is not None:
                 copied.grad = copy.deepcopy(self.grad, memo)
         return copied
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        implementation = OPERATIONS.get(func)
-        result = NotImplemented if implementation is None else implementation(func, *args, **kwargs)
-        return OPERATIONS[None](func, args, kwargs) if result is NotImplemented else result
 
 
 # Pickled tensors: a file may hold anything
@@ -564,7 +601,7 @@ def _damaged(fault: str) -> FP8BackendError:
 
 
 def _belong_together(data: Any, storage: Any, scale_inv: Any, context: Any) -> bool:
-    kinds = (torch.dtype, int, bool, (bool, str))
+    kinds = (torch.dtype, int, Kind, Partial)
     tensors = (
         isinstance(data, torch.Tensor)
         and isinstance(scale_inv, torch.Tensor)
@@ -586,34 +623,33 @@ def _belong_together(data: Any, storage: Any, scale_inv: Any, context: Any) -> b
 def _may_have(tensor: ScaledTensor, name: str, value: Any) -> bool:
     """Return True if a pickled ScaledTensor may have such an attribute. Names of PyTorch and this
     class are reserved, except those that `ScaledTensor.__reduce_ex__` writes."""
-    is_tensor = isinstance(value, torch.Tensor)
-    if name in ("shared_out", "is_state", "untrained"):
+    if name == "shared_out":
         return isinstance(value, bool)
-    if name == "elsewhere":
-        return isinstance(value, Elsewhere)
-    if name == "master":
-        fits = (
-            isinstance(value, ScaledTensor) and value.shape == tensor.shape and value.rest is None
-        )
-        return fits and tensor.residual is None
-    if name == "residual":
-        codes = tensor.codes
-        has_pair = codes.dtype == E4M3.dtype and not (tensor.block_size or tensor.accumulates)
-        fits = (
-            is_tensor
-            and value.dtype == torch.int8
-            and value.layout == torch.strided
-            and tensor.master is None
-        )
-        return (
-            has_pair
-            and fits
-            and (value.shape, value.stride(), value.device)
-            == (codes.shape, codes.stride(), codes.device)
-        )
+    if name == "rest":
+        return isinstance(value, Elsewhere) or _completes(tensor, value)
     if name == "edited":
-        return is_tensor and value.dtype == torch.float32 and value.shape == tensor.shape
+        fits = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return fits and value.shape == tensor.shape
     return isinstance(name, str) and name not in STORED and not hasattr(ScaledTensor, name)
+
+
+def _completes(tensor: ScaledTensor, rest: Any) -> bool:
+    """Return True if `rest` can be the master or the residual of a pickled tensor."""
+    if isinstance(rest, ScaledTensor):
+        return rest.shape == tensor.shape and rest.stored.rest is None
+    codes = tensor.codes
+    if not isinstance(rest, torch.Tensor) or (rest.dtype, rest.layout) != (
+        torch.int8,
+        codes.layout,
+    ):
+        return False
+    is_pair = codes.dtype == E4M3.dtype and not tensor.block_size
+    same_place = (rest.shape, rest.stride(), rest.device) == (
+        codes.shape,
+        codes.stride(),
+        codes.device,
+    )
+    return is_pair and tensor.kind is not Kind.GRADIENT and same_place
 
 
 def _described(tensor: torch.Tensor) -> str:
@@ -621,7 +657,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 # PyTorch's protocol for subclasses in files that `torch.load(weights_only=True)` may read
-torch.serialization.add_safe_globals([ScaledTensor, _rebuild])
+torch.serialization.add_safe_globals([ScaledTensor, Kind, Partial, _rebuild])
 
 
 def stored_parts(tensor: torch.Tensor, exact: bool = False) -> tuple[torch.Tensor, ...]:
@@ -650,16 +686,23 @@ def quantize(
         values: any floating-point tensor, contiguous if `block_size` is given. The ranks of a
             DTensor agree on a single scale, so all of them call this; the result is a DTensor.
         storage: E4M3, E5M2, FP16, or FP32 (with scale 1); uint8 for the roots of `values`, in
-            blocks.
+            blocks; int8 for E4M3 with a residual.
         dtype: presented dtype (default: the dtype of `values`, FP32 for FP16).
         block_size: elements of the flattened tensor that share a scale; 0: all.
         amax: FP32, 0-dimensional; replaces the amax of `values`, such as a part of a tensor.
     """
-    local, amax = _local_and_amax(values, amax, block_size)
-    codes, scale_inv = encode(local, storage, block_size, amax)
-    return with_local(
-        values, ScaledTensor(codes, scale_inv, dtype or _presented(local), block_size)
-    )
+    local, residual = local_part(values.detach()), None
+    if amax is None and not block_size and is_distributed(values):
+        amax = agreed_over(amax_of(local), shard_groups(values))
+    if storage == torch.int8:
+        codes, residual, scale_inv = encode_pair(local.contiguous(), amax)
+    else:
+        codes, scale_inv = encode(local, storage, block_size, amax)
+    if dtype is None:
+        dtype = torch.float32 if local.dtype == torch.float16 else local.dtype
+    result = ScaledTensor(codes, scale_inv, dtype, block_size)
+    result.rest = residual
+    return with_local(values, result)
 
 
 def quantize_pair(
@@ -674,35 +717,16 @@ def quantize_pair(
     Args:
         values, dtype, amax: as in `quantize`.
     """
-    local, amax = _local_and_amax(values, amax)
-    codes, lower_bits, scale_inv = encode_pair(local.contiguous(), amax)
-    pair = ScaledTensor(codes, scale_inv, dtype or _presented(local))
-    pair.residual = lower_bits
-    return with_local(values, pair)
-
-
-def _local_and_amax(
-    values: torch.Tensor, amax: torch.Tensor | None, block_size: int = 0
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    local = local_part(values.detach())
-    if amax is None and not block_size and is_distributed(values):
-        amax = agreed_over(amax_of(local), shard_groups(values))
-    return local, amax
-
-
-def _presented(values: torch.Tensor) -> torch.dtype:
-    return torch.float32 if values.dtype == torch.float16 else values.dtype
+    return quantize(values, torch.int8, dtype, amax=amax)
 
 
 def quantize_like(
-    values: torch.Tensor, stored: ScaledStorage | ScaledTensor, amax: torch.Tensor | None = None
+    values: torch.Tensor, stored: ScaledTensor, amax: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Round values to nearest into the form of a stored tensor, without a master. `values`, `amax`:
     as in `quantize`."""
-    stored = getattr(stored, "stored", stored)
-    if stored.residual is not None:
-        return quantize_pair(values, amax=amax)
-    return quantize(values, stored.codes.dtype, block_size=stored.block_size, amax=amax)
+    storage = stored.codes.dtype if stored.residual is None else torch.int8
+    return quantize(values, storage, block_size=stored.block_size, amax=amax)
 
 
 def dequantize_shards(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -712,23 +736,3 @@ def dequantize_shards(tensor: torch.Tensor, dtype: torch.dtype | None = None) ->
     if isinstance(local, ScaledTensor):
         local = local.exact(dtype or tensor.dtype)
     return with_local(tensor, local)
-
-
-def agree_on_scale(shard: ScaledTensor, groups: list[dist.ProcessGroup]) -> None:
-    """Give a written shard, and its master, the scale of the whole tensor, in place. All ranks of
-    the groups call it. The rank's own scale, in use until then, has the same or a finer grid."""
-    write_shard(shard, shard.exact(torch.float32), groups)
-
-
-@torch.no_grad()
-def write_shard(shard: ScaledTensor, values: torch.Tensor, groups: list[dist.ProcessGroup]) -> None:
-    """Write plain values into a shard and its master or residual, with scales agreed on by the
-    ranks of the groups."""
-    for target in (shard.master, shard):
-        if target is not None:
-            rounded = quantize_like(values, target, agreed_over(amax_of(values), groups))
-            target.unagreed = False
-            for part in ("codes", "scale_inv", "residual"):
-                if (written := getattr(target, part)) is not None:
-                    written.copy_(getattr(rounded, part))
-            values = rounded.exact(torch.float32)

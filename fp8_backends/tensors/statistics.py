@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -45,43 +45,54 @@ def in_blocks(values: torch.Tensor, fmt: Format, blocks: Blocks) -> Cast:
     return Cast(values, fmt, tensor_amax(values), blocks=blocks)
 
 
+class Counts(NamedTuple):
+    """Counts of one tensor on its device. `read` copies them to the host."""
+
+    fmt: Format
+    elements: int
+    counted: int
+    extremes: torch.Tensor
+    """FP32 [3]: amax, highest scale, and the negative of the lowest scale."""
+    sums: torch.Tensor
+    """FP64 [5 + BINADES]: the fields of `Statistics` from `nonzero` on, exact for counts."""
+
+    def merged(self, other: Counts) -> Counts:
+        """Add the counts of another cast, such as of another microbatch."""
+        return Counts(
+            self.fmt,
+            self.elements + other.elements,
+            self.counted + other.counted,
+            torch.maximum(self.extremes, other.extremes),
+            self.sums + other.sums,
+        )
+
+
 class Statistics(NamedTuple):
-    """Counts of one tensor: 0-dimensional tensors on its device, Python numbers after `read`.
-    Counts are int64."""
+    """Numbers of one tensor."""
 
     fmt: Format
     elements: int
     """Of the whole tensor."""
     counted: int
     """Elements in the counts."""
-    amax: torch.Tensor | float
-    """Of the whole tensor, FP32."""
-    lowest_scale: torch.Tensor | float
-    highest_scale: torch.Tensor | float
-    """FP32; blocks of zeros do not count."""
-    nonzero: torch.Tensor | int
+    amax: float
+    """Of the whole tensor."""
+    highest_scale: float
+    lowest_scale: float
+    """Blocks of zeros do not count."""
+    nonzero: int
     """Nonzero values before the cast."""
-    flushed: torch.Tensor | int
+    flushed: int
     """Values that the cast flushes to zero."""
-    saturated: torch.Tensor | int
+    saturated: int
     """Values that the cast clips, beyond the rounding range of the format's largest number."""
-    signal: torch.Tensor | float
-    """Sum of squares of the values, FP64."""
-    noise: torch.Tensor | float
-    """Sum of squares of the cast's errors, FP64."""
-    binades: torch.Tensor | list[int]
+    signal: float
+    """Sum of squares of the values."""
+    noise: float
+    """Sum of squares of the cast's errors."""
+    binades: list[int]
     """Scaled values per binade, [BINADES]: the first bin is all above the binade of the format's
     largest number, the last has all smaller ones."""
-
-    def merged(self, other: Statistics) -> Statistics:
-        """Add the statistics of another cast, such as of another microbatch."""
-        added = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
-        return self._replace(
-            amax=torch.maximum(self.amax, other.amax),
-            lowest_scale=torch.minimum(self.lowest_scale, other.lowest_scale),
-            highest_scale=torch.maximum(self.highest_scale, other.highest_scale),
-            **added,
-        )
 
     @property
     def is_finite(self) -> bool:
@@ -106,13 +117,8 @@ class Statistics(NamedTuple):
         return 10 * math.log10(self.signal / self.noise)
 
 
-_ADDED = ("elements", "counted", "nonzero", "flushed", "saturated", "signal", "noise", "binades")
-_COUNTS = ("nonzero", "flushed", "saturated")
-_READ = ("amax", "lowest_scale", "highest_scale", *_COUNTS, "signal", "noise")
-
-
 @torch.no_grad()
-def statistics_of(cast: Cast) -> Statistics:
+def statistics_of(cast: Cast) -> Counts:
     fmt, blocks = cast.fmt, cast.blocks
     height = 1 if blocks is None else blocks.rows  # blocks stay whole
     values = _sampled(cast.values, height)
@@ -129,47 +135,42 @@ def statistics_of(cast: Cast) -> Statistics:
     scaled = x * scale
     rounded = (saturating_cast(scaled, fmt) if codes is None else codes).float()
     nonzero = torch.count_nonzero(x)
-    return Statistics(
-        fmt,
-        cast.values.numel(),
-        values.numel(),
-        cast.amax,
-        lowest,
-        highest,
+    sums = (
         nonzero,
         nonzero - torch.count_nonzero(rounded),
         torch.count_nonzero(scaled.abs() > clipped_above(fmt)),
         _energy(x),
         _energy(torch.addcmul(x, rounded, scale.reciprocal().expand_as(x), value=-1)),
-        _binades(scaled, x.numel() - nonzero, fmt),
+    )
+    return Counts(
+        fmt,
+        cast.values.numel(),
+        values.numel(),
+        torch.stack([cast.amax, highest, -lowest]),
+        _with_binades(sums, scaled, x.numel() - nonzero, fmt),
     )
 
 
 @torch.no_grad()
 def statistics_of_codes(
     codes: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor, fmt: Format
-) -> Statistics:
+) -> Counts:
     """Measure codes without their original values: `flushed` counts codes of zero, `saturated`
     codes of the format's largest number; errors are unknown. scale_inv: FP32, one or several; amax:
     of codes times scale_inv, or roots."""
     matrix = _sampled(codes.reshape(-1, codes.shape[-1] if codes.dim() else 1), 1)
     rounded = decoded(matrix, fmt) if fmt is ROOT8 else matrix.float()
-    scales, zero = scale_inv.reciprocal(), amax.new_zeros((), dtype=torch.float64)
+    scales = scale_inv.reciprocal()
     zeros = rounded.numel() - torch.count_nonzero(rounded)
     at_max = torch.count_nonzero(rounded.abs() >= fmt.max)
-    counts = torch.full_like(zeros, rounded.numel()), zeros, at_max
-    binades = _binades(rounded, zeros, fmt)
-    return Statistics(
+    no_error = torch.zeros_like(zeros)
+    sums = torch.full_like(zeros, rounded.numel()), zeros, at_max, no_error, no_error
+    return Counts(
         fmt,
         codes.numel(),
         rounded.numel(),
-        amax,
-        scales.amin(),
-        scales.amax(),
-        *counts,
-        zero,
-        zero,
-        binades,
+        torch.stack([amax, scales.amax(), -scales.amin()]),
+        _with_binades(sums, rounded, zeros, fmt),
     )
 
 
@@ -204,34 +205,28 @@ def _energy(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
-def _binades(scaled: torch.Tensor, zeros: torch.Tensor, fmt: Format) -> torch.Tensor:
+def _with_binades(
+    sums: Sequence[torch.Tensor], scaled: torch.Tensor, zeros: torch.Tensor, fmt: Format
+) -> torch.Tensor:
+    """Return sums and the scaled values' histogram of exponents, FP64 [sums + BINADES]."""
     exponents = scaled.view(torch.int32) >> 23 & 0xFF
     bins = (fmt.max_exponent + 1 + 127 - exponents).clamp_(0, BINADES - 1).flatten().long()
     counts = torch.zeros(BINADES, dtype=torch.int64, device=scaled.device)
     counts.scatter_add_(0, bins, torch.ones_like(bins))
     counts[-1] -= zeros
-    return counts
+    return torch.cat([torch.stack([number.double() for number in sums]), counts.double()])
 
 
-def read(statistics: Sequence[Statistics]) -> list[Statistics]:
+def read(counts: Sequence[Counts]) -> list[Statistics]:
     """Copy all numbers to the host: one copy for each device."""
-    numbers: list[Any] = [None] * len(statistics)
     by_device = defaultdict(list)
-    for index, counts in enumerate(statistics):
-        by_device[counts.binades.device].append(index)
-    for indices in by_device.values():
-        chosen = [statistics[index] for index in indices]
-        scalars = [
-            torch.stack([getattr(counts, name).double() for name in _READ]) for counts in chosen
-        ]
-        packed = torch.cat(
-            [torch.stack(scalars), torch.stack([counts.binades.double() for counts in chosen])],
-            dim=1,
-        )
-        for index, row in zip(indices, packed.tolist(), strict=True):
-            named = dict(zip(_READ, row, strict=False))
-            named |= {name: int(named[name]) for name in _COUNTS}
-            numbers[index] = statistics[index]._replace(
-                **named, binades=list(map(int, row[len(_READ) :]))
-            )
-    return numbers
+    for tensor in counts:
+        numbers = torch.cat([tensor.extremes.double(), tensor.sums])
+        by_device[numbers.device].append(numbers)
+    rows = {device: iter(torch.stack(numbers).tolist()) for device, numbers in by_device.items()}
+    found = []
+    for tensor in counts:
+        amax, highest, lowest, *sums = next(rows[tensor.sums.device])
+        numbers = *map(int, sums[:3]), *sums[3:5], list(map(int, sums[5:]))
+        found.append(Statistics(*tensor[:3], amax, highest, -lowest, *numbers))
+    return found

@@ -39,7 +39,7 @@ from ..recipes.handlers import Recipe
 from ..tensors.encoding import amax_of
 from ..tensors.scaled_tensor import ScaledTensor
 from ..tensors.sharded_tensor import local_part
-from ..tensors.statistics import Statistics, read, statistics_of, statistics_of_codes
+from ..tensors.statistics import Counts, Statistics, read, statistics_of, statistics_of_codes
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import CONVERSION, EagerHook, is_traced
 from ..torch_tools.optimizers import steps_of
@@ -230,7 +230,7 @@ class Sample:
         """A training forward of a root runs: reentrant checkpointing turns gradients off inside."""
         self.seconds = 0.0
         """Host seconds taken by the hooks."""
-        self.counted: dict[tuple[str, str], Statistics] = {}
+        self.counted: dict[tuple[str, str], Counts] = {}
         """By layer and tensor."""
         self.closing = contextlib.ExitStack()
         # a layer missing from the first step in Python ran in compiled code

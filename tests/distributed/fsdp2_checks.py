@@ -34,7 +34,7 @@ import fp8_backends
 from fp8_backends.comm import fsdp2
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.recipes.handlers import AORecipeKwargs, FP8RecipeKwargs
-from fp8_backends.tensors.scaled_tensor import SHARD, ScaledTensor, quantize
+from fp8_backends.tensors.scaled_tensor import Partial, ScaledTensor, quantize
 from fp8_backends.tensors.sharded_tensor import local_part
 
 LEVELS = ("O1", "O2", "O3", "O4")
@@ -93,7 +93,7 @@ def check_shards_of_scaled_weights():
                 assert (
                     same_on_all_ranks(part.scale_inv)
                     and part.shape == local.shape
-                    and part.partial == SHARD
+                    and part.partial is Partial.SHARD
                 )
         assert local_part(model.blocks[0].up.weight).shape[0] == (33, 32)[dist.get_rank()]
         assert local_part(model.loudness.weight).shape[0] == (1, 0)[dist.get_rank()]
@@ -111,7 +111,7 @@ def check_values_copied_into_shards_get_one_scale():
         local = local_part(model.mix.weight)
         assert not same_on_all_ranks(local.scale_inv)
         loss_of(model, batches(1)[0])
-        assert same_on_all_ranks(local.scale_inv) and not local.unagreed
+        assert same_on_all_ranks(local.scale_inv) and local.partial is not Partial.WRITTEN
         assert torch.equal(local.scale_inv, quantize(values, local.codes.dtype).scale_inv)
         # eleven bits each: FP16 holds them, and E4M3 has an FP16 master
         assert torch.equal(whole(model.state_dict()["mix.weight"]), values)

@@ -22,7 +22,7 @@ from torch import nn
 import fp8_backends
 from fp8_backends.convert import conversion
 from fp8_backends.states.levels import quantize_weight
-from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.tensors.scaled_tensor import Kind, ScaledTensor, quantize
 
 LEVELS = ("O1", "O2", "O3", "O4")
 ERRORS = {"O4": 2.0**-11}
@@ -110,7 +110,7 @@ class AnyOrder(RuleBasedStateMachine):
     def write_twin(self, which, values):
         """Write plain values as the weight stores them: rounded, unless it was frozen when it was
         prepared."""
-        keeps = self.model[which].weight.untrained
+        keeps = self.model[which].weight.kind is Kind.UNTRAINED
         self.twins[which].data = values.detach().clone() if keeps else self.rounded(values)
 
     @rule(

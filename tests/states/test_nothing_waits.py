@@ -27,7 +27,7 @@ from fp8_backends.comm.ddp import Connection, GradientArrives
 from fp8_backends.comm.reducer import GradientReducer
 from fp8_backends.formats.scaling import new_window_state
 from fp8_backends.states.levels import swap_gradient_hook
-from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.tensors.scaled_tensor import Kind, ScaledTensor, quantize
 
 LEVELS = ("O1", "O2", "O3")
 NUMBERS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2"}
@@ -147,7 +147,7 @@ def test_step_never_synchronizes(backend):
 
 def test_plain_number_needs_no_host_copy():
     gradient = quantize(torch.empty(32, 64, device="meta"), torch.float8_e4m3fn)
-    gradient.accumulates = True
+    gradient.kind = Kind.GRADIENT
     with metered() as meter:
         gradient.mul_(0.3).div_(3.0)
         torch._foreach_mul_([gradient], 0.3)

@@ -51,7 +51,7 @@ def weight_of(values: torch.Tensor, level: str = "O3") -> tuple[nn.Parameter, to
     weight = quantize_pair(values) if level == "O4" else quantize(values, FP16)
     if level == "O3":
         master, weight = weight, quantize(weight.dequantize(torch.float32), E4M3, values.dtype)
-        weight.master = master
+        weight.rest = master
     return nn.Parameter(weight), nn.Parameter(weight.exact())
 
 

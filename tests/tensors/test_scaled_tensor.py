@@ -18,11 +18,10 @@ from fp8_backends.formats.formats import FORMAT_OF, saturating_cast
 from fp8_backends.tensors.block_codes import BlockCodes
 from fp8_backends.tensors.encoding import PART, amax_of
 from fp8_backends.tensors.scaled_tensor import (
-    FRESH,
-    SHARD,
     Elsewhere,
+    Kind,
+    Partial,
     ScaledTensor,
-    agree_on_scale,
     quantize,
     quantize_pair,
     stored_parts,
@@ -94,7 +93,7 @@ def test_fused_cast_matches_plain_operations_bitwise(dtype, form, rows, bad):
 def test_gradient_is_rounded_once_at_any_scale(factor, rows):
     """Include microbatches, a loss scale and a clip."""
     total = quantize(values(rows, 64), E4M3)
-    total.accumulates = True
+    total.kind = Kind.GRADIENT
     total.add_(values(*total.shape, seed=1)).mul_(torch.tensor(factor))
     product = total.codes * total.scale_inv
     total.finish_accumulation()
@@ -211,7 +210,7 @@ def test_powers_of_two_are_exact(storage, factor):
 @settings(max_examples=50)
 def test_other_factors_round_only_the_scale(factor):
     t = quantize(values(8, 8), E4M3)
-    t.accumulates = True  # a gradient
+    t.kind = Kind.GRADIENT  # a gradient
     scale_inv, f = t.scale_inv.clone(), torch.tensor(factor, dtype=torch.float32)
     t.div_(factor)
     assert torch.equal(t.scale_inv, scale_inv / f)
@@ -279,7 +278,7 @@ def weights(level: str, x: torch.Tensor) -> nn.Parameter:
     weight = quantize(x, FP16)
     if level == "O3":
         master, weight = weight, quantize(weight.dequantize(), E4M3)
-        weight.master = master
+        weight.rest = master
     return nn.Parameter(weight)
 
 
@@ -320,10 +319,10 @@ def test_inference_mode_matches_no_grad(level):
 def test_partial_or_sharded_weight_refuses_writes():
     t = quantize(values(8, 8), FP16)
     before = t.dequantize()
-    t.partial = True
+    t.partial = Partial.PART
     with pytest.raises(FP8BackendError, match="elements outside of it"):
         t.add_(1)
-    t.partial, t.shared_out = False, True
+    t.partial, t.shared_out = Partial.WHOLE, True
     with pytest.raises(FP8BackendError, match="shard_states=False"):
         t.add_(1)
     t.shared_out = False
@@ -467,7 +466,7 @@ def test_weight_copies_exact_values_of_any_form():
 def test_rank_without_master_has_codes_of_owner(level, storage):
     owner, other = weights(level, values(8, 8)).detach(), weights(level, values(8, 8)).detach()
     owner.shared_out = other.shared_out = True
-    other.rest, other.elsewhere = None, Elsewhere(0, storage)
+    other.rest = Elsewhere(0, storage)
     # values that two roundings may round differently
     ties = torch.linspace(-1, 1, 64).view(8, 8) * 17.5 + 2**-9
     for source in (
@@ -501,10 +500,12 @@ def test_shards_have_residual_parts_and_gathered_weights_only_data(level):
     shards = []
     for rows in (slice(0, 4), slice(4, 7)):  # the last shard is padded
         shard = whole.new_zeros(4, 4)
-        assert shard.partial == FRESH
+        assert shard.partial is Partial.FRESH
         shard.narrow(0, 0, rows.stop - rows.start).copy_(whole[rows])
         shards.append(shard.narrow(0, 0, rows.stop - rows.start))
-        assert shards[-1].partial == SHARD and torch.equal(shards[-1].exact(), whole[rows].exact())
+        assert shards[-1].partial is Partial.SHARD and torch.equal(
+            shards[-1].exact(), whole[rows].exact()
+        )
     sent = [
         shard.fsdp_pre_all_gather(Mesh(), whole.size(), whole.stride(), None, None)
         for shard in shards
@@ -521,7 +522,7 @@ def test_shards_have_residual_parts_and_gathered_weights_only_data(level):
         and len(inner) == 1
     )
     shards[1].copy_(values(3, 4, seed=3))
-    agree_on_scale(shards[1], [])
+    shards[1].agree_on_scale([])
     assert same(shards[1], weights(level, values(3, 4, seed=3)))
 
 
@@ -533,20 +534,21 @@ class Mesh:
 
 
 FILES = {
-    "not int8": lambda parts, others: others.update(residual=others["residual"].short()),
-    "no tensor": lambda parts, others: others.update(residual=[1, 2]),
-    "another shape": lambda parts, others: others.update(residual=others["residual"][:2]),
-    "other strides": lambda parts, others: others.update(
-        residual=others["residual"].t().contiguous().t()
-    ),
-    "a master besides": lambda parts, others: others.update(
+    "not int8": lambda parts, others: others.update(rest=others["rest"].short()),
+    "no tensor": lambda parts, others: others.update(rest=[1, 2]),
+    "another shape": lambda parts, others: others.update(rest=others["rest"][:2]),
+    "other strides": lambda parts, others: others.update(rest=others["rest"].t().contiguous().t()),
+    "another master": lambda parts, others: others.update(rest=quantize(torch.ones(2, 4), FP16)),
+    "a master of its own": lambda parts, others: others.update(
         master=quantize(torch.ones(4, 4), FP16)
     ),
     "of FP16 data": lambda parts, others: parts.update(data=parts["data"].half(), storage=FP16),
     "of E5M2 data": lambda parts, others: parts.update(storage=E5M2),
-    "of a gradient": lambda parts, others: parts.update(context=(torch.float32, 0, True, False)),
+    "of a gradient": lambda parts, others: parts.update(
+        context=(torch.float32, 0, Kind.GRADIENT, Partial.WHOLE)
+    ),
     "in blocks": lambda parts, others: parts.update(
-        scale_inv=torch.ones(2), context=(torch.float32, 8, False, False)
+        scale_inv=torch.ones(2), context=(torch.float32, 8, Kind.WEIGHT, Partial.WHOLE)
     ),
     "roots with one scale": lambda parts, others: parts.update(storage=ROOT8) or others.clear(),
 }
@@ -569,7 +571,7 @@ def test_file_with_inconsistent_parts_is_refused(damage):
 def test_roots_are_multiplied_by_value(factor):
     """The scale multiplies the root, so no product changes only the scale."""
     t = quantize(values(8, 8).square(), ROOT8, block_size=32)
-    t.is_state = True
+    t.kind = Kind.STATE
     before = t.values()
     assert torch.equal((t * factor).to(torch.float32), before * factor)
     t.mul_(factor)
@@ -588,7 +590,7 @@ def test_microbatches_accumulate_in_high_precision_and_round_once():
     parts = [values(64, 64, seed=i) for i in range(64)]
     exact = torch.stack(parts).sum(0)
     total = quantize(parts[0], E4M3)
-    total.accumulates = True
+    total.kind = Kind.GRADIENT
     rounded_each_time = quantize(parts[0], E4M3)
     for part in parts[1:]:
         assert total.add_(part) is total
@@ -610,7 +612,7 @@ def test_microbatches_accumulate_in_high_precision_and_round_once():
 def test_clipping_sees_scaled_and_plain_gradients(clip):
     scaled, plain = nn.Parameter(quantize(values(8, 8), FP16)), nn.Parameter(values(8))
     scaled.grad, plain.grad = quantize(values(8, 8, seed=1), E4M3), values(8, seed=2)
-    scaled.grad.accumulates = True
+    scaled.grad.kind = Kind.GRADIENT
     like = [nn.Parameter(scaled.dequantize()), nn.Parameter(plain.detach().clone())]
     like[0].grad, like[1].grad = scaled.grad.dequantize(), plain.grad.clone()
     wanted = clip(like, 0.5)
@@ -630,7 +632,7 @@ def test_loss_scaler_unscales_the_scale_and_finds_non_finite_values(bad):
     if bad is not None:
         gradient[1, 1] = bad
     scaled.grad, plain.grad = quantize(gradient, E4M3), values(8, seed=2) * 65536
-    scaled.grad.accumulates = True
+    scaled.grad.kind = Kind.GRADIENT
     data = scaled.grad.codes.clone()
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     scaler.scale(torch.zeros(()))
@@ -709,7 +711,7 @@ def test_cast_to_dtype_makes_state_plain():
     plain training by value."""
     state = quantize(values(8, 8), E4M3)
     assert state.to(torch.float32) is state and type(state.to(torch.bfloat16)) is torch.Tensor
-    state.is_state = True
+    state.kind = Kind.STATE
     plain = state.to(dtype=torch.float32, device="cpu")
     assert type(plain) is torch.Tensor and torch.equal(plain, state.dequantize())
     moved = state.to("cpu", copy=True)

@@ -14,7 +14,7 @@ from ...tensors import gathered_codes
 from ...tensors.block_codes import BlockCodes, is_decoded
 from ...tensors.gathered_codes import GatheredCodes, WithoutTokens
 from ...tensors.parameter_swap import belongings_kept
-from ...tensors.scaled_tensor import ScaledTensor, quantize
+from ...tensors.scaled_tensor import Kind, ScaledTensor, quantize
 from ...tensors.sharded_tensor import arrived, is_distributed
 from ...tensors.statistics import Cast, in_blocks
 from ..counts import result_dtype
@@ -54,7 +54,7 @@ weight is loaded to the bit. BlockCodes keep the codes of a checkpoint: FP8 with
 def frozen(weight: torch.Tensor) -> ScaledTensor:
     """Quantize a weight to a frozen one of the same dtype."""
     stored = quantize(weight.detach(), torch.float8_e4m3fn, weight.dtype)
-    stored.untrained = True
+    stored.kind = Kind.UNTRAINED
     return stored
 
 

@@ -9,7 +9,7 @@ import torch
 from fp8_backends.formats.formats import E4M3
 from fp8_backends.kernels import backward as gradients
 from fp8_backends.kernels import triton_backward
-from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
+from fp8_backends.tensors.scaled_tensor import Kind, ScaledTensor, quantize
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
@@ -55,7 +55,7 @@ def test_accumulated_gradients_match_plain_operations(dtype, factor, monkeypatch
 
     def accumulated():
         total = quantize(values_of(dtype), E4M3.dtype)
-        total.accumulates = True
+        total.kind = Kind.GRADIENT
         total.add_(values_of(dtype, seed=1)).add_(values_of(dtype, seed=2))
         total.mul_(torch.tensor(factor))
         total.finish_accumulation()
@@ -95,7 +95,7 @@ def test_norm_of_non_finite_gradient_is_nan():
     values = values_of(torch.bfloat16)
     values[0, 0] = torch.inf
     gradient = quantize(values, E4M3.dtype)
-    gradient.accumulates = True
+    gradient.kind = Kind.GRADIENT
     assert torch.linalg.vector_norm(gradient).isnan()
 
 
@@ -106,7 +106,7 @@ def test_kernels_allocate_no_copies_of_values(monkeypatch):
         raise AssertionError("codes were turned into FP32")
 
     gradient = quantize(values_of(torch.bfloat16), E4M3.dtype)
-    gradient.accumulates = True
+    gradient.kind = Kind.GRADIENT
     monkeypatch.setattr(ScaledTensor, "dequantize", refused)
     monkeypatch.setattr(torch.Tensor, "float", refused)
     torch.linalg.vector_norm(gradient)
