@@ -369,6 +369,8 @@ class Rule:
     """Of activations and gradients, along the contraction; each product then has codes of its own.
     None: one scale for a tensor, and one cast for both its products."""
     weight_blocks: Blocks | None = None
+    cuts_contraction = False
+    """True if a scale covers only a part of the contraction."""
     state_name: str | None = None
     """A layer's state in checkpoints. None: a rule without state."""
     moves_in_forward = False
@@ -390,6 +392,9 @@ class Rule:
     def multiple(self) -> int:
         """Return the number of which TransformerEngine's sizes are multiples."""
         return 32 if self.blocks is MX else 16
+
+    def __reduce__(self):  # copies of a layer, and pickles, have the one rule of this name
+        return rule_of, (self.name,)
 
     def new_state(
         self, history_len: int, device: torch.device | str | None = None
@@ -487,7 +492,10 @@ class AlongContraction(Rule):
     default_format = "E4M3"  # such fine scales leave a gradient little need of E5M2's range
 
     def __init__(self, name: str, blocks: Blocks, weight_blocks: Blocks) -> None:
-        self.name, self.blocks, self.weight_blocks = name, blocks, weight_blocks
+        self.name = name
+        self.blocks = blocks
+        self.weight_blocks = weight_blocks
+        self.cuts_contraction = blocks is not ROWS
 
 
 RULES: dict[str, Rule] = {
@@ -501,6 +509,12 @@ RULES: dict[str, Rule] = {
         Window(),
     )
 }
+
+
+def rule_of(name: str) -> Rule:
+    return RULES[name]
+
+
 STATEFUL = tuple(name for name, rule in RULES.items() if rule.state_name)
 """Rules with state from step to step."""
 

@@ -191,7 +191,7 @@ def test_window_of_each_expert_matches_linear_layer(rolled):
 def test_wgrad_blocks_restart_at_each_group(scaling):
     """Groups of sizes around a block's, and empty ones."""
     rule = layer_rule(recipes.resolve(f"native:{scaling}"))
-    blocks, sizes = rule.blocks, (0, 127, 128, 0, 129, 1, 300, 31, 33)
+    blocks, sizes = rule.scales.blocks, (0, 127, 128, 0, 129, 1, 300, 31, 33)
     groups = Groups.of(torch.repeat_interleave(torch.arange(9), torch.tensor(sizes)), 9)
     x, dy = torch.randn(sum(sizes), 24), torch.randn(sum(sizes), 40)
     x8, dy8 = (

@@ -64,11 +64,11 @@ def whole_codes(
     layer = codes.layer
     stored, rule, fmt = Stored.of(weight), layer.fp8_rule, layer.fp8_rule.forward_format
     matrix = stored.t() if layer.transposed_weight else stored
-    if rule.blocks is None:
+    if rule.scales.blocks is None:
         made = matrix.quantized(fmt, rule, layer.fp8_scaling, columns=False).along_columns()
     else:
-        made = matrix.in_blocks(rule.weight_blocks, fmt, transposed=product == DGRAD)
-    if layer.transposed_weight != (rule.blocks is not None and product == DGRAD):
+        made = matrix.in_blocks(rule.scales.weight_blocks, fmt, transposed=product == DGRAD)
+    if layer.transposed_weight != (rule.scales.blocks is not None and product == DGRAD):
         made = made._replace(codes=made.codes.t(), scale_inv=made.scale_inv.t())
     return made.codes.contiguous().view(torch.uint8), made.scale_inv
 

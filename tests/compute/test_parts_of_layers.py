@@ -53,4 +53,4 @@ def test_a_gpu_accepts_the_products_of_parts(mesh, scaling, style):
     products = {torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default}
     assert sum(call in products for call in calls.seen) == 3
     agreements = sum("allreduce" in str(call) for call in calls.seen)
-    assert agreements == (0 if rule.has_blocks else 2), calls.seen
+    assert agreements == (0 if rule.scales.cuts_contraction else 2), calls.seen

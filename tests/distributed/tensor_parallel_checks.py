@@ -29,7 +29,7 @@ from fp8_backends.compute.native import layer_rule
 from fp8_backends.compute.native.layer_rule import Split
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.formats.formats import E4M3
-from fp8_backends.formats.scaling import GRAD_OUTPUT, INPUT, new_window_state
+from fp8_backends.formats.scaling import GRAD_OUTPUT, INPUT, RULES, new_window_state
 from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.tools.compare.measuring import sent_bytes
 
@@ -161,9 +161,9 @@ def check_codes_of_parts_match_whole_weight() -> None:
     x = normal(*spans) * torch.logspace(-3, 3, 256)[:, None] * torch.logspace(2, -2, 128)
     # the delayed scale is in the state
     for scaling, dim in itertools.product(sorted({*RULES} - {"delayed"}), (0, 1)):
-        rule = layer_rule.LayerRule(scaling, E4M3, E4M3, (False,) * 3, False)
+        rule = layer_rule.LayerRule(RULES[scaling], E4M3, E4M3, (False,) * 3, False)
         split, rank = Split(dim, group), dist.get_rank()
-        if rule.has_blocks and spans[dim] % 256:
+        if rule.scales.cuts_contraction and spans[dim] % 256:
             continue  # a block would span two ranks
         part = x.chunk(2, dim)[rank].contiguous()
         for tensor in (INPUT, GRAD_OUTPUT):
@@ -174,18 +174,20 @@ def check_codes_of_parts_match_whole_weight() -> None:
             same_codes(found.along_rows(), expected.along_rows(), 1 - dim, rule)
         for transposed in (False, True):
             weights = layer_rule.Stored(part, None), layer_rule.Stored(x, None)
-            if rule.blocks is None:
+            if rule.scales.blocks is None:
                 found, expected = (
                     w.quantized(E4M3, rule, None, split=s).along_columns()
                     for w, s in zip(weights, (split, None), strict=True)
                 )
             else:
-                blocks = rule.weight_blocks
+                blocks = rule.scales.weight_blocks
                 found, expected = (
                     w.in_blocks(blocks, E4M3, transposed, s)
                     for w, s in zip(weights, (split, None), strict=True)
                 )
-            same_codes(found, expected, dim if rule.blocks is None else dim ^ transposed, rule)
+            same_codes(
+                found, expected, dim if rule.scales.blocks is None else dim ^ transposed, rule
+            )
 
 
 def same_codes(found, expected, dim: int, rule) -> None:

@@ -351,7 +351,7 @@ def quantize_groups_in_blocks(
     its `block_places`."""
     along_columns = along_rows = (None, None)
     if rows:
-        along_columns = quantize_blocks(x, rule.blocks, fmt, columns=False)[:2]
+        along_columns = quantize_blocks(x, rule.scales.blocks, fmt, columns=False)[:2]
     if columns:
         along_rows = torch.ops.fp8_backends.quantize_block_columns(
             x, groups.ends, rule.scaling, fmt.dtype

@@ -19,6 +19,7 @@ from ...formats.scaling import (
     GRAD_OUTPUT,
     INPUT,
     ROWS,
+    RULES,
     WEIGHT,
     Blocks,
     Quantized,
@@ -61,7 +62,7 @@ from .grouped_products import (
     plain_wgrad,
 )
 
-_PLAIN = LayerRule("dynamic", E4M3, E4M3, (True, True, True), True)
+_PLAIN = LayerRule(RULES["dynamic"], E4M3, E4M3, (True, True, True), True)
 """The rule of an unconverted weight beside a converted one."""
 
 
@@ -69,7 +70,7 @@ def unfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
     """Do as `Compute.parts`."""
     if recipe.gradient_formats:
         return "expert weights in one 3-D Parameter: their gradients have one format"
-    weight, blocks = experts._parameters[part], layer_rule(recipe).weight_blocks
+    weight, blocks = experts._parameters[part], RULES[recipe.scaling].weight_blocks
     return misfit(experts, part, recipe) or parallel("cut_obstacle", experts, weight, blocks)
 
 
@@ -79,7 +80,7 @@ def note(recipe: Recipe) -> str | None:
         layer_rule(recipe),
         "gradients in E4M3 with a scale a row: no GPU has grouped products with E5M2",
     )
-    return None if rule.has_blocks or rule.gradient_format == E4M3 else remark
+    return None if rule.scales.cuts_contraction or rule.gradient_format == E4M3 else remark
 
 
 def build(experts: nn.Module, parts: list[str], recipe: Recipe, shared: SharedCodes) -> FP8Experts:
@@ -175,10 +176,12 @@ class ExpertCodes(WeightCodes):
     def _blocks_of_expert(self, product: str, shape: torch.Size) -> Blocks:
         """Return the blocks of each expert's matrix in its layout; all of it for a rule with one
         scale."""
-        if self.layer.fp8_rule.blocks is None:
+        if self.layer.fp8_rule.scales.blocks is None:
             return ROWS._replace(rows=shape[1])
         rows, columns = self._block_shape(product)
-        return self.layer.fp8_rule.weight_blocks._replace(rows=rows or shape[1], columns=columns)
+        return self.layer.fp8_rule.scales.weight_blocks._replace(
+            rows=rows or shape[1], columns=columns
+        )
 
 
 class FP8ExpertWeight(KeepsLedger, ExpertWeight):
@@ -190,7 +193,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
 
     @property
     def fp8_engine(self) -> str:
-        if self.fp8_rule.has_blocks:
+        if self.fp8_rule.scales.cuts_contraction:
             return super().fp8_engine
         return grouped_engine_for(self.weight.device)
 
@@ -370,7 +373,9 @@ class GroupedFunction(torch.autograd.Function):
 
 def gradient_by_rows(rule: LayerRule) -> bool:
     """Return True if the gradient has a scale for each row of each product."""
-    return not rule.has_blocks and (rule.blocks is not None or rule.gradient_format == E5M2)
+    return not rule.scales.cuts_contraction and (
+        rule.scales.blocks is not None or rule.gradient_format == E5M2
+    )
 
 
 def quantized_weight(
@@ -392,8 +397,8 @@ def oriented_layouts(
 ) -> Layouts:
     """Quantize a weight as [experts, out, in]."""
     fmt = rule.forward_format
-    if rule.has_blocks:
-        blocks = rule.weight_blocks
+    if rule.scales.cuts_contraction:
+        blocks = rule.scales.weight_blocks
         along_columns = (
             grouped_scaling.experts_in_blocks(stored, blocks, fmt, transposed)
             if rows
@@ -417,7 +422,7 @@ def oriented_layouts(
             amax = grouped_scaling.amaxes_of_experts(*stored, keep_nan=True)
             amax = amax if split is None else split.agreed(amax)
             scales = grouped_scaling.scales(rule.scales, amax, fmt, WEIGHT, state)
-        lines = rule.blocks is not None
+        lines = rule.scales.blocks is not None
         w8 = grouped_scaling.quantize_experts(
             stored.data, fmt, scales, rows, columns, stored.scale_inv, lines, split
         )
@@ -438,11 +443,11 @@ def _quantized(
     rule, cut, x, groups: Groups, state, tensor: int, rows: bool, columns: bool
 ) -> Layouts:
     """Quantize the rows of an input or of an output's gradient by the rule."""
-    fmt, lines, split = rule.forward_format, rule.blocks is not None, split_of(cut, tensor)
+    fmt, lines, split = rule.forward_format, rule.scales.blocks is not None, split_of(cut, tensor)
     if tensor == GRAD_OUTPUT:
         lines = gradient_by_rows(rule)
         fmt = E4M3 if lines else rule.gradient_format
-    if rule.has_blocks:
+    if rule.scales.cuts_contraction:
         return grouped_scaling.quantize_groups_in_blocks(x, groups, rule, fmt, rows, columns)
     if lines:
         return grouped_scaling.quantize_groups(x, groups, fmt, None, rows, columns, lines, split)
@@ -473,7 +478,7 @@ def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> t
     w8, gathered = Quantized(*weight), isinstance(weight.data, GatheredCodes)
     if gathered:
         weight = Stored.of(weight.data, gathered_codes.DGRAD)
-    if gathered or rule.blocks is not None:
+    if gathered or rule.scales.blocks is not None:
         w8 = oriented_layouts(rule, cut, weight, transposed, None, False, True).along_rows()
     return grouped_product(dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype)
 

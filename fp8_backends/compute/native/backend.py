@@ -88,7 +88,7 @@ class NativeCompute(Compute):
             )
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
-        blocks = layer_rule(recipe).weight_blocks
+        blocks = RULES[recipe.scaling].weight_blocks
         return super().unfit(linear, recipe) or parallel(
             "cut_obstacle", linear, linear.weight, blocks
         )
@@ -378,7 +378,7 @@ def layer_rule(recipe: Recipe) -> LayerRule:
     dgrad = recipe.gradient_formats.get("dgrad", gradient)
     wgrad = recipe.gradient_formats.get("wgrad", gradient)
     return LayerRule(
-        recipe.scaling,
+        RULES[recipe.scaling],
         forward,
         dgrad,
         tuple(recipe.override_linear_precision),

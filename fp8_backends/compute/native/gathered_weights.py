@@ -68,7 +68,7 @@ class WeightCodes:
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
         """Return tensors with 0 for blocks without local values. The shard may be empty."""
         stored = Stored.of(shard)
-        if self.layer.fp8_rule.blocks is not None:
+        if self.layer.fp8_rule.scales.blocks is not None:
             return [self._amaxes(stored, first, shape, product) for product in self.products]
         amax = shard.known_amax() if isinstance(shard, ScaledTensor) else None
         if amax is None:
@@ -84,7 +84,7 @@ class WeightCodes:
     ) -> torch.Tensor:
         stored, rule = Stored.of(shard), self.layer.fp8_rule
         scale, _ = self._scales(self.agreed[product])
-        if rule.blocks is None:
+        if rule.scales.blocks is None:
             return quantization.cast(
                 stored.data, times(scale, stored.scale_inv), rule.forward_format
             )
@@ -104,11 +104,11 @@ class WeightCodes:
     def _scales(self, agreed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weight's factor, FP32, and the scale_inv for `Quantized`."""
         rule = self.layer.fp8_rule
-        if rule.blocks is None:
+        if rule.scales.blocks is None:
             state = self.layer.fp8_scaling
             scale = rule.scales.scale(agreed, rule.forward_format, WEIGHT, state).view_as(agreed)
             return scale, scaling.scale_inv_of(scale, agreed)
-        blocks = rule.weight_blocks
+        blocks = rule.scales.weight_blocks
         if blocks is MX:
             return scaling.e8m0_values(254 - agreed), agreed
         scale = blocks.scale(agreed, rule.forward_format)
@@ -130,14 +130,14 @@ class WeightCodes:
         all rows is as high as the shard: with an agreed amax, the other rows need not be present,
         not even as zeros."""
         rows, columns = self._block_shape(product)
-        blocks = self.layer.fp8_rule.weight_blocks
+        blocks = self.layer.fp8_rule.scales.weight_blocks
         if rows is None:
             return blocks._replace(rows=local_rows, columns=columns), 0
         return blocks._replace(rows=rows, columns=columns), first
 
     def _block_shape(self, product: str) -> tuple[int | None, int | None]:
         """Return rows and columns of a block in the weight's layout; None: all."""
-        blocks = self.layer.fp8_rule.weight_blocks
+        blocks = self.layer.fp8_rule.scales.weight_blocks
         is_turned = self.layer.transposed_weight != (product == DGRAD)
         return (blocks.columns, blocks.rows) if is_turned else (blocks.rows, blocks.columns)
 
@@ -146,7 +146,7 @@ def exponents(amaxes: torch.Tensor, rule: LayerRule) -> torch.Tensor:
     """Return the scale_inv of amaxes for mxfp8, and the amaxes for other rules."""
     return (
         MX.inverse(MX.scale(amaxes, rule.forward_format), amaxes)
-        if rule.weight_blocks is MX
+        if rule.scales.weight_blocks is MX
         else amaxes
     )
 

@@ -16,7 +16,6 @@ from ...formats.scaling import (
     INPUT,
     JUST_IN_TIME,
     ROWS,
-    RULES,
     SQUARES,
     WEIGHT,
     Blocks,
@@ -98,7 +97,7 @@ def fp8_product(
 class LayerRule(NamedTuple):
     """The rule of all layers of a prepared model. Plain values, constants to `torch.compile`."""
 
-    scaling: str
+    scales: Rule
     forward_format: Format
     gradient_format: Format
     high_precision: tuple[bool, bool, bool]
@@ -140,42 +139,26 @@ class LayerRule(NamedTuple):
         return fp8_product(self.scales, a, b, out_dtype, by_weight, fast)
 
     @property
-    def scales(self) -> Rule:
-        """The rule of scales, by its name: a name is a constant to a compiler, and copies."""
-        return RULES[self.scaling]
-
-    @property
-    def blocks(self) -> Blocks | None:
-        """The blocks of activations and gradients; None: one scale for a tensor."""
-        return self.scales.blocks
-
-    @property
-    def weight_blocks(self) -> Blocks | None:
-        """The blocks of a weight; None: one scale for all of it."""
-        return self.scales.weight_blocks
-
-    @property
-    def has_blocks(self) -> bool:
-        """Return True if a scale covers only a part of the contraction."""
-        return self.blocks is not None and self.blocks is not ROWS
+    def scaling(self) -> str:
+        return self.scales.name
 
     @property
     def grouped_scaling(self) -> str:
         """The scaling of operands of grouped products."""
-        return self.scaling if self.has_blocks else "rowwise"
+        return self.scaling if self.scales.cuts_contraction else "rowwise"
 
     @property
     def gathers_codes(self) -> bool:
         """Return True if an input split by tokens is gathered as codes: one scale serves all
         products."""
         fprop, _, wgrad = self.high_precision
-        return self.fp8_activations and self.blocks is None and not (fprop or wgrad)
+        return self.fp8_activations and self.scales.blocks is None and not (fprop or wgrad)
 
     @property
     def dgrad_reads_weight(self) -> bool:
         """Return True if dgrad reads the weight as it is stored, not codes of w.T made in
         forward."""
-        return self.high_precision[DGRAD] or self.blocks is not None
+        return self.high_precision[DGRAD] or self.scales.blocks is not None
 
     def __repr__(self) -> str:
         i, go = self.forward_format.name, self.gradient_format.name
@@ -336,8 +319,8 @@ class Stored(NamedTuple):
         """Quantize by the rule. `columns`: a product contracts the rows too (by other codes if the
         rule has blocks). `record`, `amax`: see `quantization.quantize`; `split`: see
         `quantized`."""
-        if rule.blocks is not None:
-            return Layouts(*self.in_blocks(rule.weight_blocks, fmt, split=split))
+        if rule.scales.blocks is not None:
+            return Layouts(*self.in_blocks(rule.scales.weight_blocks, fmt, split=split))
         return quantized(
             self.data, fmt, rule, state, WEIGHT, True, columns, record, split, self.scale_inv, amax
         )

@@ -176,7 +176,7 @@ class FP8Products(KeepsLedger):
             casts.append(codes if operands.gather is None else operands.gather(codes))
             return casts[0]
 
-        key = rule.scaling, rule.forward_format, for_wgrad, split, operands.view
+        key = rule.scales, rule.forward_format, for_wgrad, split, operands.view
         x8 = self.fp8_shared.of_input(operands.origin, key, cast)
         if newest is not None and not casts:  # another layer's cast
             scaling.record_amax(recorded, INPUT, x8.amax, rule.scales.keeps_nan)
@@ -255,8 +255,10 @@ class FP8Products(KeepsLedger):
                     codes=stored.data,
                 )
             matrix = stored.data if stored.scale_inv is None else stored.values(torch.float32)
-        if rule.blocks is not None:
-            return in_blocks(matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.blocks)
+        if rule.scales.blocks is not None:
+            return in_blocks(
+                matrix, fmt, rule.scales.weight_blocks if tensor == WEIGHT else rule.scales.blocks
+            )
         amax = scaling.tensor_amax(matrix)
         # a state changes later
         scale = rule.scales.scale(amax, fmt, tensor, self.fp8_scaling).clone()
@@ -362,7 +364,7 @@ class LinearFunction(torch.autograd.Function):
             dx = _dgrad(rule, dy, dy8, weight, ctx.out_dtype, split_of(ctx.cut, WEIGHT))
             dx = dx.to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
-            along = rule.blocks is not None
+            along = rule.scales.blocks is not None
             dw_dtype = wgrad_dtype(along, dy.device, ctx.weight_dtype, ctx.out_dtype)
             dw = _wgrad(rule, dy, dy8, *saved[:2], dw_dtype).to(ctx.weight_dtype)
             dw = dw.t() if ctx.transposed else dw
@@ -410,10 +412,10 @@ def _saved_tensor_hook() -> Callable | None:
 def _fprop(rule, x8, w8, stored, out_dtype) -> torch.Tensor:
     """Return y [tokens, out] from x [tokens, in] and w [out, in]; w8 is empty for a weight stored
     in FP8."""
-    if w8.codes is None and rule.blocks is None:
+    if w8.codes is None and rule.scales.blocks is None:
         w8 = Quantized(*stored)
     elif w8.codes is None:
-        w8 = stored.in_blocks(rule.weight_blocks, rule.forward_format)
+        w8 = stored.in_blocks(rule.scales.weight_blocks, rule.forward_format)
     return rule.product(x8, w8, out_dtype, fprop=True)
 
 
@@ -423,8 +425,10 @@ def _dgrad(rule, dy, dy8, weight: Stored, out_dtype, split) -> torch.Tensor:
     if rule.high_precision[DGRAD]:
         return plain_product(dy.to(out_dtype), weight.values(out_dtype).t())
     w8 = Quantized(*weight)
-    if rule.blocks is not None:
-        w8 = weight.in_blocks(rule.weight_blocks, rule.forward_format, transposed=True, split=split)
+    if rule.scales.blocks is not None:
+        w8 = weight.in_blocks(
+            rule.scales.weight_blocks, rule.forward_format, transposed=True, split=split
+        )
     return rule.product(dy8.along_columns(), w8, out_dtype)
 
 

@@ -248,7 +248,7 @@ class KeepsLedger(nn.Module):
         """The engine for the dtype of the layer's last FP8 result (bf16 before any)."""
         rule, device = self.fp8_rule, self.weight.device
         scaling, has_e5m2 = (
-            rule.scaling if rule.has_blocks else "dynamic",
+            rule.scaling if rule.scales.cuts_contraction else "dynamic",
             E5M2 in (rule.gradient_format, rule.wgrad_format),
         )
         return engine_for(device, self.fp8_out_dtype, scaling, has_e5m2)

@@ -102,7 +102,7 @@ def operands(layer: nn.Module, x: torch.Tensor) -> Operands:
         return Operands(x, weight, bias, cut, x, x, split_of(cut, INPUT))
     cut, obstacle = (
         cut_of(layer, weight, layer.transposed_weight),
-        cut_obstacle(layer, weight, rule.weight_blocks),
+        cut_obstacle(layer, weight, rule.scales.weight_blocks),
     )
     if cut is None or obstacle or not is_distributed(x):
         reason = (
@@ -128,7 +128,7 @@ def operands(layer: nn.Module, x: torch.Tensor) -> Operands:
         return Operands(
             input, *parts, cut, x, x.to_local(), split, gather=functools.partial(gathered, x)
         )
-    if cut.style == REPLICATED and has_tokens and not rule.has_blocks:
+    if cut.style == REPLICATED and has_tokens and not rule.scales.cuts_contraction:
         cut = cut._replace(style=OF_TOKENS)
     else:
         placement = Shard(last) if cut.style == ROWWISE else Replicate()

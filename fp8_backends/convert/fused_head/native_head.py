@@ -48,7 +48,7 @@ class FP8HeadProducts(HeadProducts):
         self.high, fmt, blocks = (
             self.rule.high_precision,
             self.rule.forward_format,
-            self.rule.weight_blocks,
+            self.rule.scales.weight_blocks,
         )
         self.matrix = stored.values(out_dtype) if self.high[FPROP] or self.high[DGRAD] else None
         w8 = head._quantized_weight(stored, None, for_dgrad=True, recorded=self.state)
