@@ -699,17 +699,17 @@ def quantize(
         block_size: elements of the flattened tensor that share a scale; 0: all.
         amax: FP32, 0-dimensional; replaces the amax of `values`, such as a part of a tensor.
     """
-    local, residual = local_part(values.detach()), None
+    local, lower_bits = local_part(values.detach()), None
     if amax is None and not block_size and is_distributed(values):
         amax = agreed_over(amax_of(local), shard_groups(values))
     if storage == torch.int8:
-        codes, residual, scale_inv = encode_pair(local.contiguous(), amax)
+        codes, lower_bits, scale_inv = encode_pair(local.contiguous(), amax)
     else:
         codes, scale_inv = encode(local, storage, block_size, amax)
     if dtype is None:
         dtype = torch.float32 if local.dtype == torch.float16 else local.dtype
     result = ScaledTensor(codes, scale_inv, dtype, block_size)
-    result.rest = residual
+    result.rest = lower_bits
     return with_local(values, result)
 
 
