@@ -45,7 +45,7 @@ def cpu_features() -> str:
     the like with bf16 products in hardware, else `avx2`, `avx512`, `neon`, …"""
     from fp8_backends.compute import hardware
 
-    capabilities = hardware._cpu_capabilities()
+    capabilities = torch.cpu.get_capabilities()
     if hardware.cpu_bf16():
         return next(features for name, features in _BF16_FEATURES.items() if capabilities.get(name))
     return "neon" if capabilities.get("neon") else torch.backends.cpu.get_cpu_capability().lower()

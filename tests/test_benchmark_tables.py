@@ -124,7 +124,7 @@ def test_cpu_records_are_named_by_instruction_set(
     monkeypatch, capabilities, bf16, vectors, features
 ):
     has = dict.fromkeys(capabilities.split(), True) | {"avx10_2": False}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: bf16)
     assert measuring.cpu_features() == features and targets.has_bf16(features) == bf16

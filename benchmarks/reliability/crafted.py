@@ -387,7 +387,7 @@ def pickles() -> Iterator[tuple[str, str, Pickled]]:
             "attribute",
             (
                 {"stored": None},
-                {"is_view": True},
+                {"_view": (codes, codes)},
                 {"dequantize": None},
                 {"data": torch.ones(4, 4)},
                 {"grad": torch.ones(4, 4)},

@@ -270,7 +270,7 @@ def _check(ddp: DistributedDataParallel) -> None:
             'gradient_comm="plain" '
             "with a backend of level O0"
         )
-    if getattr(ddp, "_use_python_reducer", False):
+    if ddp._use_python_reducer:
         raise FP8BackendError(
             "DDP was made under torch._dynamo.config.optimize_ddp = 'python_reducer', where "
             "compiled autograd reduces all gradients: set it back to True (its default) before the "

@@ -99,7 +99,7 @@ def ranks_sharing_layers(model: nn.Module) -> int:
 def fsdp_modules(root: nn.Module) -> dict[str, nn.Module]:
     """Map names to the modules of `fully_shard`."""
     loaded = sys.modules.get("torch.distributed.fsdp")  # not loaded for those who do not shard
-    if loaded is None or not hasattr(loaded, "FSDPModule"):
+    if loaded is None:
         return {}
     return {
         name: module
@@ -122,15 +122,12 @@ def _reshard(module: nn.Module, *_) -> None:
 def _reduce_scatter_class() -> type:
     """Derive `FP8ReduceScatter` from FSDP2's base class, in a private module of torch."""
     try:
-        from torch.distributed.fsdp import FSDPModule
         from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
         arguments = ["self", "output_tensor", "input_tensor", "group", "op", "async_op"]
-        is_supported = (
-            list(inspect.signature(ReduceScatter.__call__).parameters) == arguments
-            and ReduceScatter.__abstractmethods__ == {"allocate", "__call__"}
-            and hasattr(FSDPModule, "set_custom_reduce_scatter")
-        )
+        is_supported = list(
+            inspect.signature(ReduceScatter.__call__).parameters
+        ) == arguments and ReduceScatter.__abstractmethods__ == {"allocate", "__call__"}
     except ImportError:
         is_supported = False
     if not is_supported:
@@ -138,7 +135,7 @@ def _reduce_scatter_class() -> type:
             'gradient_comm="fp8" under FSDP2 needs torch\'s interface for a custom reduce-scatter '
             f"(FSDPModule.set_custom_reduce_scatter), and torch {torch.__version__} has none or "
             "another: "
-            'use gradient_comm="plain", or torch 2.9 to 2.13'
+            'use gradient_comm="plain", or torch 2.11 to 2.15'
         )
     return type(
         "FP8ReduceScatter", (FP8ReduceScatter, ReduceScatter), {"__doc__": FP8ReduceScatter.__doc__}

@@ -3,7 +3,6 @@
 import functools
 import importlib.metadata
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +112,8 @@ def _cpu_has_bf16() -> bool:
         )
     except (AttributeError, RuntimeError):  # a PyTorch built without it
         return False
-    return in_onednn and any(_cpu_capabilities().get(name, False) for name in _BF16_INSTRUCTIONS)
+    capabilities = torch.cpu.get_capabilities()
+    return in_onednn and any(capabilities.get(name, False) for name in _BF16_INSTRUCTIONS)
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
@@ -125,13 +125,9 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
 def cpu_scaled_mm() -> bool:
     """Return True if `torch._scaled_mm` is of use on this CPU. From AMX on, PyTorch hands products
     of codes with one scale to oneDNN: without AMX-FP16 they take a thousand times as long there."""
-    capabilities = _cpu_capabilities()
+    capabilities = torch.cpu.get_capabilities()
     slow = capabilities.get("amx_int8", False) and not capabilities.get("amx_fp16", False)
     return not (torch.backends.mkldnn.enabled and slow)
-
-
-def _cpu_capabilities() -> Mapping[str, Any]:
-    return getattr(torch.cpu, "get_capabilities", dict)()
 
 
 def fast_dtype(device: torch.device | str) -> torch.dtype:

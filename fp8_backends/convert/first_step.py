@@ -111,7 +111,7 @@ class WorkMeter(TemporaryHook):
         compiled = {
             part
             for module in model.modules()
-            if getattr(module, "_compiled_call_impl", None) is not None
+            if module._compiled_call_impl is not None
             or "_orig_mod" in module._modules
             or hasattr(module.forward, "_torchdynamo_orig_callable")
             for part in module.modules()

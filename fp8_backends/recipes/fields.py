@@ -40,6 +40,7 @@ from ..compute.fields import (
 from ..compute.interface import Compute
 from ..compute.torchao import float8_config, scaling_of
 from ..errors import FP8BackendError, RecipeError
+from ..formats.scaling import RULES
 from ..words import shortened, shown
 from .strings import AUTO, parse_backend
 
@@ -320,12 +321,8 @@ class RuleFields(KwargsHandler):
     fp8_format: str | Enum = setting(
         "HYBRID",
         fp8_format,
-        # scales this fine leave a gradient little need of E5M2's range; TransformerEngine and
-        # TorchAO agree
         default_of_scaling={
-            "rowwise": "E4M3",
-            "blockwise": "E4M3",
-            "mxfp8": "E4M3",
+            name: rule.default_format for name, rule in RULES.items() if rule.blocks
         },
         launcher_default="HYBRID",
         # here a value equal to the launcher's default is meant; under the first name it counts as

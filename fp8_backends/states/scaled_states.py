@@ -91,7 +91,7 @@ def view_of(p: torch.Tensor, group: dict[str, Any], index: int) -> LocalView:
     weight, copy = local_part(p), None
     gradient = local_part(placed_as(p, p.grad))
     # a view of another gradient was assigned
-    if isinstance(gradient, ScaledTensor) and gradient.is_view:
+    if isinstance(gradient, ScaledTensor) and gradient._view is not None:
         gradient = gradient.values(torch.float32)
     if isinstance(weight, ScaledTensor):
         if weight.elsewhere is not None:

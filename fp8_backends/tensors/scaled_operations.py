@@ -163,7 +163,7 @@ def _moved(
 @_implements(aten._to_copy.default)
 def _to_copy(func, tensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
     if (dtype is not None and not dtype.is_floating_point) or (
-        tensor.is_view and tensor.block_size
+        tensor._view is not None and tensor.block_size
     ):
         return NotImplemented
     return _moved(tensor, lambda part: func(part, device=device, non_blocking=non_blocking), dtype)
@@ -354,7 +354,7 @@ def _copy_(func, target, source, non_blocking=False):
     if same_scale and stored.partial not in (Partial.WHOLE, Partial.PART):
         return _copy_elements(target, source, non_blocking)
     stays_exact = stored.kind is Kind.UNTRAINED and not isinstance(source, ScaledTensor)
-    if not target.is_view and stored.partial not in UNWRITABLE:
+    if target._view is None and stored.partial not in UNWRITABLE:
         stored.state_dict_copies.accept()
         if not stays_exact:
             stored.edited = None
@@ -382,7 +382,7 @@ def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: boo
 def _replace(target: ScaledTensor, source: torch.Tensor, non_blocking: bool = False) -> None:
     """Store all values of `source`, of the shape of the whole `target`: first in the master, then
     from there in the codes. Copy bits if both are stored in the same form."""
-    if isinstance(source, ScaledTensor) and (source.edited is not None or source.is_view):
+    if isinstance(source, ScaledTensor) and (source.edited is not None or source._view is not None):
         source = source.values(FP32)
     is_scaled = isinstance(source, ScaledTensor)
     if target.master is not None:
@@ -448,7 +448,7 @@ def _accumulate_(func, total, other, *, alpha=1):
     if (
         not isinstance(total, ScaledTensor)
         or total.kind is not Kind.GRADIENT
-        or total.is_view
+        or total._view is not None
         or total.partial
     ):
         return NotImplemented
@@ -486,7 +486,7 @@ def _scales(tensor: Any, other: Any) -> bool:
     (clipping, unscaling, averaging)."""
     if not isinstance(tensor, ScaledTensor) or tensor.partial in UNWRITABLE:
         return False
-    if tensor.is_view and not tensor.codes.is_contiguous():
+    if tensor._view is not None and not tensor.codes.is_contiguous():
         return False
     if tensor.codes.dtype == ROOT8.dtype:  # the scale multiplies the root
         return False
@@ -517,7 +517,7 @@ def _rescale(func, tensors: list[ScaledTensor], other: Any) -> None:
 def _times(func, tensor, other):
     if not isinstance(tensor, ScaledTensor) and "mul" in func.name():
         tensor, other = other, tensor  # number * tensor
-    if not _scales(tensor, other) or tensor.kind is not Kind.GRADIENT or tensor.is_view:
+    if not _scales(tensor, other) or tensor.kind is not Kind.GRADIENT or tensor._view is not None:
         return NotImplemented
     result = ScaledTensor(
         tensor.codes.clone(),

@@ -34,7 +34,7 @@ from .encoding import amax_of, decode, decode_pair, encode, encode_pair, encode_
 from .sharded_tensor import agreed_over, is_distributed, local_part, shard_groups, with_local
 from .state_dict_copies import StateDictCopies
 
-STORED = ("stored", "is_view")
+STORED = ("stored", "_view")
 """Attributes of a ScaledTensor object."""
 
 
@@ -271,7 +271,7 @@ class ScaledTensor(WithoutMemory):
     ):
         if scale_inv is not None:
             self.stored = ScaledStorage(data, scale_inv, block_size, kind, partial)
-            self.is_view = False
+            self._view = None
 
     def view_of(self, seen: torch.Tensor) -> ScaledTensor:
         """Return another view of this storage. `seen` is `codes` or a view of it."""
@@ -292,12 +292,12 @@ class ScaledTensor(WithoutMemory):
                 layout=seen.layout,
             )
         alias.stored = self.stored
-        alias.is_view = seen is not self.stored.codes
+        alias._view = None if seen is self.stored.codes else (self.stored.codes, seen)
         return alias
 
     def in_whole(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this view's elements of a tensor with the strides of the stored codes."""
-        if not self.is_view:
+        if self._view is None:
             return whole
         return whole.as_strided(
             self.shape, self.stride(), whole.storage_offset() + self.storage_offset()
@@ -305,7 +305,15 @@ class ScaledTensor(WithoutMemory):
 
     @property
     def codes(self) -> torch.Tensor:
-        return self.in_whole(self.stored.codes)
+        if self._view is None:
+            return self.stored.codes
+        # kept: a compiler that traced `as_strided` here would ask for the codes again
+        codes, seen = self._view
+        # a gradient has begun to accumulate in FP32, or was rounded again
+        if codes is not self.stored.codes:
+            seen = self.in_whole(self.stored.codes)
+            self._view = (self.stored.codes, seen)
+        return seen
 
     @property
     def master(self) -> ScaledTensor | None:
@@ -561,7 +569,7 @@ class ScaledTensor(WithoutMemory):
         if copied is None:
             self.state_dict_copies.check()
             attributes = copy.deepcopy(
-                {name: value for name, value in self.__dict__.items() if name != "is_view"}, memo
+                {name: value for name, value in self.__dict__.items() if name != "_view"}, memo
             )
             whole = self.view_of(self.stored.codes)
             whole.stored = attributes["stored"]
@@ -691,17 +699,17 @@ def quantize(
         block_size: elements of the flattened tensor that share a scale; 0: all.
         amax: FP32, 0-dimensional; replaces the amax of `values`, such as a part of a tensor.
     """
-    local, residual = local_part(values.detach()), None
+    local, lower_bits = local_part(values.detach()), None
     if amax is None and not block_size and is_distributed(values):
         amax = agreed_over(amax_of(local), shard_groups(values))
     if storage == torch.int8:
-        codes, residual, scale_inv = encode_pair(local.contiguous(), amax)
+        codes, lower_bits, scale_inv = encode_pair(local.contiguous(), amax)
     else:
         codes, scale_inv = encode(local, storage, block_size, amax)
     if dtype is None:
         dtype = torch.float32 if local.dtype == torch.float16 else local.dtype
     result = ScaledTensor(codes, scale_inv, dtype, block_size)
-    result.rest = residual
+    result.rest = lower_bits
     return with_local(values, result)
 
 

@@ -143,9 +143,7 @@ CPUS = {
 def test_cpu_bf16_products_need_instructions_and_pytorch_support(
     capabilities, in_onednn, bf16, scaled_mm, monkeypatch
 ):
-    monkeypatch.setattr(
-        torch.cpu, "get_capabilities", lambda: dict.fromkeys(capabilities, True), raising=False
-    )
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(capabilities, True))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: in_onednn is not None)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: in_onednn)
     with torch.backends.mkldnn.flags(enabled=True):

@@ -34,7 +34,6 @@ from fp8_backends.recipes.handlers import FP8RecipeKwargs
 from fp8_backends.tools.compare.measuring import sent_bytes
 
 WIDTH, INNER = 64, 256
-RULES = ("dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8")
 LAYERS = ("up", "other", "down")
 ONCE = {"fprop": 1, "dgrad": 1, "wgrad": 1, "recomputed": 0}
 

@@ -189,7 +189,8 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
     expert parallelism `fp8_scaling` holds the states of all ranks' experts; a rank records its own,
     and the ranks exchange them."""
 
-    fp8_gathered = ExpertCodes
+    def gathered_codes(self) -> ExpertCodes:
+        return ExpertCodes(self)
 
     @property
     def fp8_engine(self) -> str:

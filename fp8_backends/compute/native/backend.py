@@ -8,6 +8,7 @@ copy of x, made from high precision, and backward quantizes the weight again.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,6 @@ from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
 from ..products import EMULATED, engine_for
 from ..refusals import refuse_cut_since, refuse_transforms
-from .gathered_weights import WeightCodes
 from .layer_rule import LayerRule, Stored, parallel
 from .linear import FROZEN, FP8Linear, FP8Products, frozen
 from .scaling_states import KeepsLedger, Ledger, SharedCodes, with_noted_amaxes
@@ -46,14 +46,7 @@ class NativeCompute(Compute):
     it."""
 
     name = "native"
-    scalings: tuple[str, ...] = (
-        "dynamic",
-        "delayed",
-        "rowwise",
-        "blockwise",
-        "mxfp8",
-        "window",
-    )
+    scalings: tuple[str, ...] = tuple(RULES)
     default_scaling = "dynamic"
     level_scaling = "window"
     levels: tuple[str, ...] = LEVELS
@@ -211,14 +204,12 @@ class NativeCompute(Compute):
         in_both = RULES[recipe.scaling].serves_both_products
         return recipe.level != "O0" and not recipe.schedule and in_both
 
-    def travelling(
-        self, root: nn.Module, recipe: Recipe
-    ) -> dict[tuple[nn.Module, str], WeightCodes]:
+    def travelling(self, root: nn.Module, recipe: Recipe) -> dict[tuple[nn.Module, str], Any]:
         if not self.gathers_codes(recipe):
             return {}
         layers = (layer for layer in root.modules() if self.is_converted(layer))
         layers = (layer for layer in layers if layer.fp8_rule.scaling == recipe.scaling)
-        codes = {owner_of(layer): layer.fp8_gathered(layer) for layer in layers}
+        codes = {owner_of(layer): layer.gathered_codes() for layer in layers}
         for key, hook in root._forward_pre_hooks.items():
             # before FSDP2's hook, which gathers codes by this step's scale
             if isinstance(hook, RollDelayedStates):

@@ -28,7 +28,6 @@ from ..refusals import (
     refuse_transforms,
     refuse_width,
 )
-from .gathered_weights import WeightCodes
 from .layer_rule import (
     DGRAD,
     FPROP,
@@ -87,13 +86,17 @@ class FP8Products(KeepsLedger):
     values.
     """
 
-    fp8_gathered = WeightCodes
     transposed_weight = False
     """True if the Parameter holds the weight as [in, out] (`TransposedLinear`)."""
 
     @property
     def rule_in_words(self) -> str:
         return repr(self.fp8_rule)
+
+    def gathered_codes(self) -> Any:
+        from .gathered_weights import WeightCodes  # only FSDP2 gathers codes
+
+        return WeightCodes(self)
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         self.fp8_cut: Any = None

@@ -228,8 +228,10 @@ class KeepsLedger(nn.Module):
     state."""
     fp8_recomputed = False
     """True if backward may run the last forward again."""
-    fp8_gathered: Callable[[nn.Module], Any]
-    """Make the layer's entry in `Compute.travelling`."""
+
+    def gathered_codes(self) -> Any:
+        """Make the layer's entry in `Compute.travelling`."""
+        raise NotImplementedError
 
     def set_rule(self, rule: LayerRule, shared: SharedCodes, history_len: int) -> None:
         """Attach a scaling rule with fresh state."""
