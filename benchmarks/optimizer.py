@@ -67,7 +67,7 @@ def slot(values: torch.Tensor, fmt: Format | None, block_size: int = 0) -> Slot:
         if fmt is E4M11
         else quantize(values, fmt.dtype, block_size=block_size)
     )
-    return Slot(made.codes, made.scale_inv, block_size, made.stored.residual)
+    return Slot(made.codes, made.scale_inv, block_size, made.residual)
 
 
 def bytes_of(slots) -> int:

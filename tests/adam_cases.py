@@ -52,7 +52,7 @@ def slot(values, kind):
         if name == "split"
         else quantize(values, SCALED[name], block_size=int(block or 0))
     )
-    return Slot(stored.codes, stored.scale_inv, int(block or 0), stored.stored.residual)
+    return Slot(stored.codes, stored.scale_inv, int(block or 0), stored.residual)
 
 
 def slots(case, numel, seed=0, gradient=1e-3):

@@ -133,10 +133,6 @@ def test_products_and_override_linear_precision_are_one_choice():
             {"backend": "native:delayed", "products": {"wgrad": "e4m3"}},
             "one scale for a gradient, so one format: give fp8_format",
         ),
-        (
-            {"backend": "native:nvfp4", "products": {"dgrad": "e5m2"}},
-            "one scale for a gradient, so one format: give fp8_format",
-        ),
         ({"backend": "ao", "products": {"wgrad": "bf16"}}, "products is not read by ao"),
         ({"backend": "te", "products": {"dgrad": "bf16"}}, "with te only wgrad"),
         ({"backend": "te", "products": {"wgrad": "e4m3"}}, "with te only wgrad"),

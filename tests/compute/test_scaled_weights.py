@@ -181,7 +181,7 @@ def test_products_ignore_the_residual(scaling):
     both = copy.deepcopy(alone)
     weight = both[0].weight
     # anything between the codes' neighbours has these codes
-    weight.residual = torch.randint(
+    weight.rest = torch.randint(
         -128, 128, weight.shape, generator=torch.Generator().manual_seed(0)
     ).to(torch.int8)
     exact, x, dy = weight.exact(), torch.randn(16, 33), torch.randn(16, 48)

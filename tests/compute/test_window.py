@@ -8,7 +8,7 @@ import reference
 import torch
 from torch import nn
 
-from fp8_backends.compute.native import linear
+from fp8_backends.compute.native import layer_rule, linear
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.convert.conversion import convert
 from fp8_backends.errors import FP8BackendError
@@ -57,10 +57,12 @@ def scales(monkeypatch):
 
     def watched(matrix, fmt, rule, state, tensor, *layouts, **named):
         layouts = original(matrix, fmt, rule, state, tensor, *layouts, **named)
-        seen[tensor].append(1 / layouts.scale_inv.item())
+        if tensor in seen:
+            seen[tensor].append(1 / layouts.scale_inv.item())
         return layouts
 
-    monkeypatch.setattr(linear, "quantized", watched)
+    for module in (linear, layer_rule):
+        monkeypatch.setattr(module, "quantized", watched)
     return seen
 
 

@@ -114,7 +114,6 @@ def test_sentence():
             }
         ),
         flops=auditing.Flops(94, 100),
-        format="FP8",
         products=["fprop", "dgrad", "wgrad"],
         engine="bf16-exact+scaled_mm",
         notes=["compiled, counted by shape", "2 convolutions not counted"],
