@@ -1,4 +1,4 @@
-"""The base class of all backends, `Compute` (docs/contributing.rst).
+"""The base class of all backends, `Compute` (docs/extending.rst).
 
 A backend converts a single `nn.Linear`; `convert.conversion` walks a model, and keeps Parameters,
 hooks and ties alive.

@@ -33,7 +33,7 @@ EXAMPLES = examples()
 def test_a_script_is_short_with_a_start_command_and_public_names(name):
     """Further imports of the package are in a guide."""
     source = EXAMPLES[name].script.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 70
+    assert len(source.splitlines()) <= 90
     words = shlex.split(EXAMPLES[name].start)
     assert f"{name}.py" in words and words[-2] == "--backend"
     assert ("--model" in words) == ('"--tiny"' in source) == ("\n\nEstimated" in source)
@@ -41,7 +41,7 @@ def test_a_script_is_short_with_a_start_command_and_public_names(name):
     tree = ast.parse(source)
     guides = [
         (ROOT / "fp8_backends" / "docs" / f"{name}.rst").read_text()
-        for name in ("contributing", "trainers")
+        for name in ("extending", "trainers")
     ]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "fp8_backends":
