@@ -141,7 +141,7 @@ def text(subject: Subject, advice: Advice, pasted: dict[str, str]) -> str:
         *(("also", line) for line in advice.further_lines()),
     ]
     parts = [paragraphs(about), table(advice.rows()), paragraphs(legend)]
-    if (advised := advice.chosen or advice.slow) is not None:
+    if (advised := advice.chosen) is not None:
         flops = share(advised.flops_share)
         parts += [f"The advised recipe, with {flops} of weight FLOPs in FP8:", *pasted.values()]
     return "\n\n".join(parts)
