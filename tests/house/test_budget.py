@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fp8_backends
 
-TOKENS, FILES = 290_750, 195
+TOKENS, FILES = 290_750, 197
 """Tokens of Python without comments, docstrings and layout: dense formatting cannot lower them."""
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 LAYOUT = ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")
