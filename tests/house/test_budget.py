@@ -10,12 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fp8_backends
+from fp8_backends.formats.scaling import RULES
 
-TOKENS, FILES = 290_750, 197
+TOKENS, FILES = 291_000, 197
 """Tokens of Python without comments, docstrings and layout: dense formatting cannot lower them."""
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 LAYOUT = ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")
 
+HABITS = {
+    "comparisons with a rule's name": 15,
+    "isinstance, hasattr, getattr": 738,
+    "functions of more than 8 arguments": 31,
+    "x if c else y": 1_236,
+    "a, b = x, y": 553,
+}
+"""Habits that make code hard to read: 1 % above the numbers in the package."""
+RULE_NAMES = {*RULES, "tensorwise"}
 PRIVATE = 29
 """Accesses of tests to private names of the package."""
 FOREIGN = """_dispatch_tokens _dynamo _experts_implementation _fields _foreach_norm _get_bias_tensors
@@ -52,6 +62,34 @@ def tokens(path: Path) -> int:
             tokenize.tok_name[token.type] not in LAYOUT and token.start not in skipped
             for token in tokenize.tokenize(file.readline)
         )
+
+
+def test_habits_stay_rare():
+    root = Path(fp8_backends.__file__).parent
+    found = Counter(
+        habit for tree in trees(root) for node in ast.walk(tree) for habit in habits(node)
+    )
+    print(found)
+    assert not {name: found[name] for name, most in HABITS.items() if found[name] > most}
+
+
+def habits(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Compare):
+        texts = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+        if texts & RULE_NAMES:
+            yield "comparisons with a rule's name"
+    elif isinstance(node, ast.Call):
+        if getattr(node.func, "id", "") in ("isinstance", "hasattr", "getattr"):
+            yield "isinstance, hasattr, getattr"
+    elif isinstance(node, ast.FunctionDef):
+        arguments = node.args
+        if len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs) > 8:
+            yield "functions of more than 8 arguments"
+    elif isinstance(node, ast.IfExp):
+        yield "x if c else y"
+    elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+        if isinstance(node.targets[0], ast.Tuple):
+            yield "a, b = x, y"
 
 
 def test_tests_read_few_private_names():

@@ -37,24 +37,36 @@ class Experts(nn.Module):
     def forward(self, x):
         return torch.einsum("bi,eoi->bo", x, self.weights)
 
+def step(model, optimizer):
+    model(torch.randn(16, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
 def train(model, **fields):
     optimizer = torch.optim.AdamW(model.parameters())
     fp8_backends.prepare(model, optimizer, {"backend": "native:dynamic", **fields})
     for _ in range(2):
-        model(torch.randn(16, 32)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(model, optimizer)
+    return model, optimizer
 
-run = set()
+calls = []
 
 def note(frame, event, argument):
     code = frame.f_code
     if event == "call" and ROOT in code.co_filename and not code.co_name.startswith("<"):
-        run.add(code.co_filename.removeprefix(ROOT))
+        calls.append(code)
 
 sys.setprofile(note)
-train(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)))
+trained = train(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)))
 sys.setprofile(None)
+run = {code.co_filename.removeprefix(ROOT) for code in calls}
+assert len({*calls}) <= 264, len({*calls})
+step(*trained)
+calls.clear()
+sys.setprofile(note)
+step(*trained)
+sys.setprofile(None)
+assert len(calls) <= 272, len(calls)
 assert len(run) <= 38 and not {name for name in run if name.startswith(("comm/", "watch/"))}, run
 assert not loaded(), loaded()
 for name, fields in FEATURES.items():
