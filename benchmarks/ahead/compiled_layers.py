@@ -194,7 +194,12 @@ def main() -> None:
     if arguments.layer:
         print(
             json.dumps(
-                {"backend": arguments.backend, "layer": layer, "fp8_stores": fp8_stores(codes)}
+                {
+                    "backend": arguments.backend,
+                    "torch": torch.__version__,
+                    "layer": layer,
+                    "fp8_stores": fp8_stores(codes),
+                }
             )
         )
         return

@@ -15,6 +15,7 @@ import pytest
 from budgets import (
     BUDGETS,
     BYTEWISE,
+    BYTEWISE_IN_2_11,
     OPTIMIZER,
     SPECIALISATIONS,
     assert_one_graph_of_fp8_products,
@@ -52,7 +53,8 @@ def test_compiled_layer_stays_within_budget(backend, tmp_path):
     stores = result["fp8_stores"]
     assert stores["kernels"] >= 10
     assert stores["with_nan_instructions"] == 0
-    assert stores["bytewise"] < BYTEWISE
+    is_oldest = result["torch"].startswith("2.11.")
+    assert stores["bytewise"] < (BYTEWISE_IN_2_11 if is_oldest else BYTEWISE)
 
 
 def test_clamps_and_maxima_of_a_model_leave_no_nan_instruction_beside_fp8(tmp_path):
