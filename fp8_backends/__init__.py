@@ -6,6 +6,7 @@ use, and TorchAO's messages about libraries for other versions of CUDA are hidde
 """
 
 from . import checkpoints as checkpoints
+from . import watch as watch
 from .accelerate_plugin import connect
 from .advice import advise
 from .compute.registry import available_backends, register_backend

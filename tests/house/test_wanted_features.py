@@ -81,6 +81,14 @@ print("done")
 """
 
 
+def test_an_unused_feature_is_imported_by_its_name(tmp_path):
+    code = "import fp8_backends; print(fp8_backends.watch.guard.faults.__name__)"
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert process.stdout == "faults\n", process.stderr
+
+
 def test_only_wanted_features_are_imported_and_run(tmp_path):
     training = subprocess.run(
         [sys.executable, "-c", TRAINING],
