@@ -221,10 +221,8 @@ class TransformerEngineCompute(Compute):
         fmt = gradient if tensor == GRAD_OUTPUT else forward
         matrix = values.detach().reshape(-1, values.shape[-1])
         rule = RULES[recipe.scaling]
-        if rule.scales.blocks is not None:
-            return in_blocks(
-                matrix, fmt, rule.scales.weight_blocks if tensor == WEIGHT else rule.scales.blocks
-            )
+        if rule.blocks is not None:
+            return in_blocks(matrix, fmt, rule.weight_blocks if tensor == WEIGHT else rule.blocks)
         amax = tensor_amax(matrix)
         if rule.state_name is None:
             return Cast(matrix, fmt, amax, rule.scale(amax, fmt, tensor, None))
