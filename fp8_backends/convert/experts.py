@@ -14,13 +14,11 @@ _TOP_K_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "num_selected_e
 _LISTED_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+(?:\.|$)")
 
 
-def find_part(
-    module: nn.Module, name: str, part: str
-) -> tuple[str, tuple[int, int], str | None] | None:
-    """Return (kind, (in, out), obstacle) of the Parameter `part`, if it holds the weights of
-    experts."""
+def find_part(module: nn.Module, part: str) -> tuple[str, tuple[int, int], str | None] | None:
+    """Return (kind, (in, out), obstacle) of the Parameter `part`, if it can hold the weights of
+    all experts."""
     shape = full_shape(module._parameters[part])
-    if len(shape) != 3 or "expert" not in f"{type(module).__name__} {name}".lower():
+    if len(shape) != 3:
         return None
     out_features, in_features = (
         reversed(shape[1:]) if getattr(module, "is_transposed", False) else shape[1:]

@@ -230,6 +230,11 @@ class Found:
         return None if layer is None else layer.__dict__.get(CONVERSION)
 
 
+def may_be_experts(module: nn.Module, name: str) -> bool:
+    """Return True if a module's class or name speaks of experts."""
+    return "expert" in f"{type(module).__name__} {name}".lower()
+
+
 def find_weight_products(model: nn.Module) -> list[Found]:
     """Return the weight products of `model` in the order of `named_modules`, a shared module
     once."""
@@ -242,14 +247,16 @@ def find_weight_products(model: nn.Module) -> list[Found]:
     # transformers' class, or no class if transformers was never imported
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
     experts = visits = None
-    if any("expert" in f"{type(m).__name__} {names[key][0]}".lower() for key, m in modules.items()):
+    if any(may_be_experts(module, names[key][0]) for key, module in modules.items()):
         from . import experts
 
         visits = experts.count_visits(modules, names)
     has_codes = may_hold_codes(model)
     weights = []
     for key, module in modules.items():
-        for part, kind, sizes, obstacle in _products_of(module, names[key][0], conv1d, experts):
+        name = names[key][0]
+        finder = experts if may_be_experts(module, name) else None
+        for part, kind, sizes, obstacle in _products_of(module, name, conv1d, finder):
             full_names = [f"{name}.{part}".lstrip(".") if part else name for name in names[key]]
             if kind in ("Linear", "router") and key in adapters:
                 kind = "adapter"
@@ -279,7 +286,7 @@ def _products_of(
     module: nn.Module, name: str, conv1d: Any, experts: ModuleType | None
 ) -> Iterator[tuple[str, str, tuple[int, int], str | None]]:
     """Yield (Parameter name or "", kind, (in, out), obstacle) of each weight multiplied by this
-    module itself. `experts`: the feature, if the model may have any."""
+    module itself. `experts`: the feature, if the module may hold any."""
     if hasattr(type(module), "fp8_owner"):
         return  # another module has the Parameter
     if isinstance(module, conv1d):
@@ -305,7 +312,7 @@ def _products_of(
             if parameter is None or is_lazy(parameter) or "bias" in part:
                 continue
             shape = full_shape(parameter)
-            if experts and (found := experts.find_part(module, name, part)):
+            if experts and (found := experts.find_part(module, part)):
                 yield part, *found
             elif len(shape) == 2 and min(shape) > 1 and _WEIGHT_NAME.search(part):
                 kind = (

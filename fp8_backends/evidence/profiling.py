@@ -179,7 +179,7 @@ class _Recording:
         at it."""
         self.records: list[list] = []
         """After `end`: the events of each thread that took part."""
-        self.peak = _peak_memory() + MAXIMUM_GROWTH
+        self.most_memory = _peak_memory() + MAXIMUM_GROWTH
         self._thread: int | None = None
         self._enable()
         self._thread = threading.get_ident()
@@ -264,7 +264,7 @@ def _give_way_to_memory(phase: str, info: object) -> None:
     """End a profile that outgrew its step. No operator tells how many events PyTorch holds, so the
     collector of Python's garbage asks."""
     recording = _thread.recording
-    if recording is not None and _peak_memory() > recording.peak and not inside_backward():
+    if recording is not None and _peak_memory() > recording.most_memory and not inside_backward():
         give_way()
 
 
