@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from fp8_backends.compute import products
-from fp8_backends.compute.torchao.backend import mend_cpu_product
+from fp8_backends.compute.torchao.backend import cpu_multiplies_rowwise, mend_cpu_product
 from fp8_backends.formats.scaling import e8m0_values
 
 SCALED_MM, BLOCK_SCALED_MM = torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default
@@ -20,8 +20,9 @@ class GPURules(TorchDispatchMode):
     Fake CUDA tensors run torch's own checks for a GPU (layouts, multiples of 16, scales). Autograd
     itself cannot run on fake CUDA tensors in a CPU build, so the step is real and its products are
     replayed. We assert here what the fake kernel does not check: no E5M2 by E5M2, none in blocks of
-    128, and a rowwise output in bf16. A CPU has no product with block scales: its result is made
-    here, from the operands and the scales in the layout in which a GPU gets them.
+    128, and a rowwise output in bf16. A CPU has no product with block scales, and before torch 2.13
+    none with a scale a row: its result is made here, from the operands and the scales in the layout
+    in which a GPU gets them.
     """
 
     def __init__(self, monkeypatch):
@@ -38,7 +39,11 @@ class GPURules(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in (SCALED_MM, BLOCK_SCALED_MM):
             self._replay(func, args, kwargs)
-        return block_product(*args) if func is BLOCK_SCALED_MM else func(*args, **kwargs)
+        if func is BLOCK_SCALED_MM:
+            return block_product(*args)
+        if func is SCALED_MM and args[2].dim() and not cpu_multiplies_rowwise():
+            return row_product(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _replay(self, func, args, kwargs):
         def as_cuda(value):
@@ -82,6 +87,11 @@ class Context:
 
     def save_for_backward(self, *tensors) -> None:
         self.saved_tensors = tensors
+
+
+def row_product(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, *_, **__):
+    """`_scaled_mm` of FP8 a [m, k] and b [k, n] with scales [m, 1] and [1, n]."""
+    return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
 
 def block_product(

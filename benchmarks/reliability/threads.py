@@ -14,6 +14,7 @@ that reload the libraries. Exits with 1 if a case fails.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import logging
 import multiprocessing
@@ -43,8 +44,8 @@ import fp8_backends  # noqa: E402
 
 AO = "ao:tensorwise"
 NATIVE = ("native:dynamic", "native:delayed", "native:blockwise", "msamp:O2", "msamp:O3")
-SECONDS = 240
-"""Seconds after which a case counts as hanging."""
+SECONDS = 120
+"""Seconds after which a case counts as hanging; ten earlier, its threads print their stacks."""
 ONCE = {kind: 1 for kind in ("fprop", "dgrad", "wgrad")} | {"recomputed": 0}
 
 
@@ -381,6 +382,7 @@ def run_case(case: Callable[[int], None], repetitions: int, output: int) -> int:
     os.setsid()  # a hanging case is killed with all of its children
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
+    faulthandler.dump_traceback_later(SECONDS - 10)
     warnings.simplefilter("ignore")
     # a forked process recreates PyTorch's pool, and two threads may find none
     torch.set_num_threads(1)
@@ -389,6 +391,8 @@ def run_case(case: Callable[[int], None], repetitions: int, output: int) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return 0
 
 

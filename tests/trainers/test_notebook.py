@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 import torch
+import warm_process
 from accelerate import Accelerator, notebook_launcher
 from accelerate.utils import InitProcessGroupKwargs
 from tiny_trainers import trainer_for
@@ -52,6 +54,10 @@ def launch(report, *handlers, processes=1, **arguments) -> list[str]:
         "use_port": str(port),
     } | arguments
     notebook_launcher(training_function, (report, *handlers), **options)
+    return read(report)
+
+
+def read(report) -> list[str]:
     return [path.read_text() for path in sorted(report.iterdir())]
 
 
@@ -71,8 +77,17 @@ def test_handler_in_launched_function_applies(tmp_path):
 
 
 def test_two_processes_train(monkeypatch, tmp_path):
+    """In a new process: with a CUDA build, PyTorch refuses backward in a fork after another test
+    used `FakeTensorMode` and ran backward."""
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "native:delayed")
-    assert launch(tmp_path, processes=2) == ["native:delayed 2 2 True"] * 2
+    code = (
+        "import pathlib, sys; sys.path[:0] = sys.argv[2:]\n"
+        "import test_notebook; test_notebook.launch(pathlib.Path(sys.argv[1]), processes=2)"
+    )
+    here = Path(__file__).parent
+    done = warm_process.run("-c", code, str(tmp_path), str(here), str(here.parent))
+    assert done.returncode == 0, done.stderr
+    assert read(tmp_path) == ["native:delayed 2 2 True"] * 2
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ class TorchAOCompute(Compute):
             on_cpu
             and scaling_of(config) != "tensorwise"
             and not config.emulate
-            and not _cpu_multiplies_rowwise()
+            and not cpu_multiplies_rowwise()
         ):
             raise BackendUnavailableError(
                 f"{recipe.name} on a CPU: torch {torch.__version__} has no rowwise FP8 product "
@@ -248,7 +248,7 @@ def asks_for_all_gather(recipe: Recipe) -> bool:
     )
 
 
-def _cpu_multiplies_rowwise() -> bool:
+def cpu_multiplies_rowwise() -> bool:
     """Try the product: torch 2.11 has it only for CUDA, 2.13 for CPUs too."""
     codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
     scales = torch.ones(16, 1, device="cpu")
