@@ -11,7 +11,7 @@ from torch import nn
 import fp8_backends
 from fp8_backends.compute.experts.native_layer import ExpertCodes, oriented_layouts
 from fp8_backends.compute.native.gathered_weights import WeightCodes
-from fp8_backends.compute.native.layer_rule import Stored
+from fp8_backends.compute.native.weights import Stored
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.formats.scaling import Quantized
 from fp8_backends.tensors.gathered_codes import DGRAD, FPROP, GatheredCodes
@@ -65,7 +65,7 @@ def whole_codes(
     stored, rule, fmt = Stored.of(weight), layer.fp8_rule, layer.fp8_rule.forward_format
     matrix = stored.t() if layer.transposed_weight else stored
     if rule.scales.blocks is None:
-        made = matrix.quantized(fmt, rule, layer.fp8_scaling, columns=False).along_columns()
+        made = matrix.quantized(rule, layer.fp8_scaling, columns=False).along_columns()
     else:
         made = matrix.in_blocks(rule.scales.weight_blocks, fmt, transposed=product == DGRAD)
     if layer.transposed_weight != (rule.scales.blocks is not None and product == DGRAD):

@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8_backends.compute.native.backend import layer_rule
-from fp8_backends.compute.native.layer_rule import Stored, quantized, split_of
-from fp8_backends.compute.native.linear import LinearFunction
+from fp8_backends.compute.native.layer_rule import quantized, split_of
+from fp8_backends.compute.native.linear import Call, LinearFunction
 from fp8_backends.compute.native.scaling_states import Ledger
 from fp8_backends.compute.native.tensor_parallel import COLWISE, ROWWISE, Cut
+from fp8_backends.compute.native.weights import Stored, kind_of
 from fp8_backends.formats.scaling import INPUT, WEIGHT
 from fp8_backends.recipes import handlers as recipes
 
@@ -40,12 +41,11 @@ def test_a_gpu_accepts_the_products_of_parts(mesh, scaling, style):
         x = torch.empty(64, 256, device="cuda", dtype=out_dtype)
         weight, bias = torch.empty(128, 256, device="cuda"), torch.empty(128, device="cuda")
         x8 = quantized(x, rule.forward_format, rule, None, INPUT, split=split_of(cut, INPUT))
-        w8 = Stored.of(weight).quantized(
-            rule.forward_format, rule, None, split=split_of(cut, WEIGHT)
-        )
+        stored = Stored.of(weight)
+        w8 = stored.quantized(rule, None, split=split_of(cut, WEIGHT))
         context, ledger = Context(), Ledger(torch.device("cuda"))
-        constants = ledger, None, rule, out_dtype, False, cut
-        y = LinearFunction.forward(context, x, weight, bias, *constants, x8, w8, Stored.of(weight))
+        call = Call(rule, None, ledger, out_dtype, False, kind_of(weight), cut)
+        y = LinearFunction.forward(context, x, weight, bias, call, x8, w8, stored)
         with torch.no_grad():  # as autograd calls it
             dx, dw, db, *_ = LinearFunction.backward(context, torch.empty_like(y))
     assert y.shape == (64, 128) and y.dtype == out_dtype and y.device.type == "cuda"

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8_backends
 from fp8_backends.compute.native import layer_rule
 from fp8_backends.compute.native.layer_rule import Split
+from fp8_backends.compute.native.weights import Stored
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.formats.formats import E4M3
 from fp8_backends.formats.scaling import GRAD_OUTPUT, INPUT, RULES, new_window_state
@@ -172,10 +173,10 @@ def check_codes_of_parts_match_whole_weight() -> None:
             same_codes(found.along_columns(), expected.along_columns(), dim, rule)
             same_codes(found.along_rows(), expected.along_rows(), 1 - dim, rule)
         for transposed in (False, True):
-            weights = layer_rule.Stored(part, None), layer_rule.Stored(x, None)
+            weights = Stored(part, None), Stored(x, None)
             if rule.scales.blocks is None:
                 found, expected = (
-                    w.quantized(E4M3, rule, None, split=s).along_columns()
+                    w.quantized(rule, None, split=s).along_columns()
                     for w, s in zip(weights, (split, None), strict=True)
                 )
             else:

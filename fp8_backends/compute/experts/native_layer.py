@@ -37,12 +37,11 @@ from ..native.layer_rule import (
     FPROP,
     WGRAD,
     LayerRule,
-    Stored,
     parallel,
     split_of,
 )
-from ..native.linear import is_checkpointed
 from ..native.scaling_states import KeepsLedger, Ledger, SharedCodes
+from ..native.weights import Stored, is_checkpointed, kind_of
 from ..refusals import refuse_second_derivative
 from . import (
     ExpertWeight,
@@ -326,12 +325,8 @@ class GroupedFunction(torch.autograd.Function):
             ledger.forward(rule, not rule.high_precision[FPROP], *amaxes)
         if needs_wgrad and not rule.high_precision[WGRAD]:
             saved_for_wgrad = x8.along_rows()
-        gathered = isinstance(weight, GatheredCodes)
-        if needs_dgrad and not (gathered or rule.dgrad_reads_weight):
-            saved_for_dgrad = w8.along_rows()
-        # as the Parameter if it is gathered again for backward, as in `LinearFunction`
-        elif needs_dgrad:
-            saved_for_dgrad = (weight, None) if gathered or stored.scale_inv is None else stored
+        if needs_dgrad:
+            saved_for_dgrad = kind_of(weight).saved(weight, stored, rule, w8)
         ctx.save_for_backward(*groups, *saved_for_wgrad, *saved_for_dgrad)
         ctx.ledger, ctx.state, ctx.rule, ctx.cut, ctx.transposed = (
             ledger,

@@ -15,8 +15,9 @@ from ...kernels import quantize as quantization
 from ...tensors.gathered_codes import DGRAD, FPROP
 from ...tensors.scaled_tensor import ScaledTensor
 from ...torch_tools.modules import CONVERSION
-from .layer_rule import LayerRule, Stored
+from .layer_rule import LayerRule
 from .scaling_states import KeepsLedger
+from .weights import Stored
 
 
 class WeightCodes:

@@ -1,4 +1,4 @@
-"""The rule of one native layer: operand scales, products, and the weight as stored in memory."""
+"""The rule of one native layer: casts of its operands, and their products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ...formats.scaling import (
     INPUT,
     JUST_IN_TIME,
     ROWS,
-    SQUARES,
     WEIGHT,
     Blocks,
     Quantized,
@@ -24,10 +23,6 @@ from ...formats.scaling import (
 )
 from ...kernels import quantize as quantization
 from ...kernels.layouts import Layouts
-from ...tensors import gathered_codes
-from ...tensors.block_codes import BlockCodes, is_decoded
-from ...tensors.gathered_codes import GatheredCodes
-from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import agreed_over, is_distributed
 from ..counts import KINDS
 from ..products import block_scaled_product, scaled_product
@@ -126,18 +121,6 @@ class LayerRule(NamedTuple):
             return self.wgrad_format
         return self.gradient_format
 
-    def product(
-        self,
-        a: Quantized,
-        b: Quantized,
-        out_dtype: torch.dtype,
-        by_weight: bool = True,
-        fprop: bool = False,
-    ) -> torch.Tensor:
-        """Compute `fp8_product`."""
-        fast = fprop and self.fast_accumulation
-        return fp8_product(self.scales, a, b, out_dtype, by_weight, fast)
-
     @property
     def scaling(self) -> str:
         return self.scales.name
@@ -194,7 +177,7 @@ def quantized(
     scales = rule.scales
     if scales.blocks is not None:
         blocks = scales.weight_blocks if tensor == WEIGHT else scales.blocks
-        return _in_blocks(matrix, blocks, fmt, rows, columns, split, stored_scale_inv)
+        return in_blocks(matrix, blocks, fmt, rows, columns, split, stored_scale_inv)
     scale, how = scales.given_scale(state, tensor), scales.from_amax(tensor)
     if split is not None and scale is None:
         amax = split.agreed(quantization.amax_of(matrix, scales.keeps_nan))
@@ -240,7 +223,7 @@ def quantized_gradient(
     return Layouts(*of_dgrad.along_columns(), *of_wgrad.along_rows())
 
 
-def _in_blocks(
+def in_blocks(
     matrix: torch.Tensor,
     blocks: Blocks,
     fmt: Format,
@@ -249,7 +232,7 @@ def _in_blocks(
     split: Split | None,
     stored_scale_inv: torch.Tensor | None = None,
 ) -> Layouts:
-    """Quantize this rank's part of a matrix. Only blocks of whole rows cross ranks."""
+    """Quantize this rank's part of a matrix in blocks. Only blocks of whole rows cross ranks."""
     if blocks is not ROWS or split is None or not (columns, rows)[split.dim]:
         return quantization.quantize_blocks(
             matrix, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv
@@ -264,80 +247,3 @@ def _in_blocks(
     if is_cut_row:
         return Layouts(*codes, whole.transposed, whole.transposed_scale_inv)
     return Layouts(whole.codes, whole.scale_inv, *codes)
-
-
-class Stored(NamedTuple):
-    """A weight as stored in memory, `data * scale_inv`, without a graph and without a copy."""
-
-    data: torch.Tensor
-    """FP32, bf16 or fp16; FP16 or FP8 of a `ScaledTensor`."""
-    scale_inv: torch.Tensor | None
-    """FP32: one, one for each block of SQUARES, or of gathered codes; None: the data are the
-    values."""
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, product: str = gathered_codes.FPROP) -> Stored:
-        """Unwrap a weight; of FSDP2's gathered codes, the ones for this product."""
-        if isinstance(weight, GatheredCodes):
-            return cls(*weight.read_by(product))
-        if isinstance(weight, (BlockCodes, ScaledTensor)) and not torch.compiler.is_compiling():
-            weight.state_dict_copies.check()
-        if is_decoded(weight):  # the rule casts the values, as a plain weight's
-            return cls(weight.code_layout.values(weight.parts, weight.dtype), None)
-        if isinstance(weight, BlockCodes):
-            return cls(*weight.parts)
-        if not isinstance(weight, ScaledTensor):
-            return cls(weight.detach(), None)
-        assert not weight.block_size, "a weight has one scale"
-        return cls(weight.codes, weight.scale_inv)
-
-    def t(self) -> Stored:
-        """Return a transposed view."""
-        return Stored(self.data.t(), None if self.scale_inv is None else self.scale_inv.t())
-
-    def values(self, dtype: torch.dtype) -> torch.Tensor:
-        if self.scale_inv is None:
-            return self.data.to(dtype)
-        if self.scale_inv.dim():
-            return SQUARES.dequantize(Quantized(*self), dtype)
-        return (self.data.float() * self.scale_inv).to(dtype)
-
-    def is_in(self, fmt: Format) -> bool:
-        """Return True if the data are FP8 codes, multiplied without a cast."""
-        return self.data.dtype == fmt.dtype
-
-    def quantized(
-        self,
-        fmt: Format,
-        rule: LayerRule,
-        state: torch.Tensor | None,
-        columns: bool = True,
-        record: torch.Tensor | None = None,
-        amax: torch.Tensor | None = None,
-        split: Split | None = None,
-    ) -> Layouts:
-        """Quantize by the rule. `columns`: a product contracts the rows too (by other codes if the
-        rule has blocks). `record`, `amax`: see `quantization.quantize`; `split`: see
-        `quantized`."""
-        if rule.scales.blocks is not None:
-            return Layouts(*self.in_blocks(rule.scales.weight_blocks, fmt, split=split))
-        return quantized(
-            self.data, fmt, rule, state, WEIGHT, True, columns, record, split, self.scale_inv, amax
-        )
-
-    def in_blocks(
-        self, blocks: Blocks, fmt: Format, transposed: bool = False, split: Split | None = None
-    ) -> Quantized:
-        """Quantize `data`, or its transpose, in blocks. Stored FP8 codes have one scale in every
-        block."""
-        if self.is_in(fmt):
-            codes = self.data.t() if transposed else self.data
-            if self.scale_inv.dim():  # an FP8 checkpoint's, in SQUARES
-                return Quantized(
-                    codes, self.scale_inv.t().contiguous() if transposed else self.scale_inv
-                )
-            return Quantized(codes, blocks.repeated(self.scale_inv, codes.shape))
-        layouts = _in_blocks(
-            self.data, blocks, fmt, not transposed, transposed, split, self.scale_inv
-        )
-        return layouts.along_rows() if transposed else layouts.along_columns()

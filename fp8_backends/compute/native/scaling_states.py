@@ -26,7 +26,8 @@ from ...tensors.block_codes import is_decoded
 from ...torch_tools.backward_end import inside_backward
 from ..counts import FPROP, RECOMPUTED, Modes, ProductCounts
 from ..products import engine_for
-from .layer_rule import LayerRule, Stored
+from .layer_rule import LayerRule
+from .weights import Stored
 
 _Amax = torch.Tensor | None
 

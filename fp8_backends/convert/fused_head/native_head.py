@@ -6,11 +6,18 @@ from __future__ import annotations
 import torch
 
 from ...compute.counts import KINDS, RECOMPUTED
-from ...compute.native.layer_rule import DGRAD, FPROP, WGRAD, Stored, quantized, quantized_gradient
-from ...compute.native.linear import FROZEN, FP8Linear
+from ...compute.native.layer_rule import (
+    DGRAD,
+    FPROP,
+    WGRAD,
+    fp8_product,
+    quantized,
+    quantized_gradient,
+)
+from ...compute.native.linear import FP8Linear
+from ...compute.native.weights import FROZEN, Stored, kind_of
 from ...compute.products import plain_product
 from ...formats.scaling import GRAD_OUTPUT, INPUT
-from ...kernels.layouts import Layouts
 from .deferred_logits import HEADS, DefersLogits, HeadProducts
 
 
@@ -38,29 +45,18 @@ class FP8HeadProducts(HeadProducts):
     tensor."""
 
     def __init__(self, head: FP8Head, stored: Stored, out_dtype: torch.dtype) -> None:
-        self.rule, self.ledger, self.state, self.out_dtype = (
-            head.fp8_rule,
-            head.fp8_ledger,
-            head.fp8_scaling,
-            out_dtype,
-        )
+        self.rule, self.ledger, self.state = head.fp8_rule, head.fp8_ledger, head.fp8_scaling
+        self.out_dtype = out_dtype
         self.bias = None if head.bias is None else head.bias.detach().to(out_dtype)
-        self.high, fmt, blocks = (
-            self.rule.high_precision,
-            self.rule.forward_format,
-            self.rule.scales.weight_blocks,
-        )
+        self.high, blocks = self.rule.high_precision, self.rule.scales.weight_blocks
         self.matrix = stored.values(out_dtype) if self.high[FPROP] or self.high[DGRAD] else None
-        w8 = head._quantized_weight(stored, None, for_dgrad=True, recorded=self.state)
-        if w8.codes is None:  # a weight stored in FP8
-            w8 = Layouts(*(stored if blocks is None else stored.in_blocks(blocks, fmt)))
+        w8 = kind_of(head.weight).quantized(head, stored, True, self.state, None)
         self.codes, self.transposed = w8.along_columns(), None
-        if not self.high[DGRAD]:
-            self.transposed = (
-                w8.along_rows()
-                if blocks is None
-                else stored.in_blocks(blocks, fmt, transposed=True)
-            )
+        if not self.high[DGRAD] and blocks is None:
+            self.transposed = w8.along_rows()
+        elif not self.high[DGRAD]:
+            fmt = self.rule.forward_format
+            self.transposed = stored.in_blocks(blocks, fmt, transposed=True)
         self.fp8_wgrad = head.weight.requires_grad and not self.high[WGRAD]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -72,8 +68,9 @@ class FP8HeadProducts(HeadProducts):
             )
         if not fp8_fprop:
             return self.biased(plain_product(x.to(self.out_dtype), self.matrix))
-        x8 = self.x8.along_columns()
-        return self.biased(self.rule.product(x8, self.codes, self.out_dtype, fprop=True))
+        operands, fast = (self.x8.along_columns(), self.codes), self.rule.fast_accumulation
+        y = fp8_product(self.rule.scales, *operands, self.out_dtype, fast_accumulation=fast)
+        return self.biased(y)
 
     def gradients(
         self, dlogits: torch.Tensor, of_input: bool, of_weight: bool
@@ -84,13 +81,12 @@ class FP8HeadProducts(HeadProducts):
             newest = self.ledger.newest(self.rule, self.state, GRAD_OUTPUT)
             dy8 = quantized_gradient(dlogits, self.rule, self.state, fp8_dgrad, fp8_wgrad, newest)
         if fp8_dgrad:
-            dx = self.rule.product(dy8.along_columns(), self.transposed, self.out_dtype)
+            dx = fp8_product(self.rule.scales, dy8.along_columns(), self.transposed, self.out_dtype)
         elif of_input:
             dx = plain_product(dlogits, self.matrix.t())
         if fp8_wgrad:
-            dw = self.rule.product(
-                dy8.along_rows(), self.x8.along_rows(), self.out_dtype, by_weight=False
-            )
+            operands = dy8.along_rows(), self.x8.along_rows()
+            dw = fp8_product(self.rule.scales, *operands, self.out_dtype, by_weight=False)
         elif of_weight:
             dw = plain_product(dlogits.t(), self.x.to(self.out_dtype).t())
         return dx, dw
