@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,8 @@ from ...announcement import logger
 from ...compute.fields import check_known, parsed, whole_number
 from ...errors import FP8BackendError
 from ...recipes.handlers import Recipe, resolve
-from ...words import counted, listed
-from ..compare.measuring import SENT
+from ...words import listed
+from ..compare.measuring import Collectives, Traffic
 from . import step_trace
 from .estimates import BASELINES, Workload
 from .model_shapes import ModelShape
@@ -49,69 +49,6 @@ layers."""
 FEW = 4
 """Layers of the shorter model to extrapolate from: the first two and the last two have regions of
 their own."""
-
-
-class Traffic(NamedTuple):
-    """Collectives of one kind in one group of ranks."""
-
-    calls: int
-    bytes: int
-    """Of this rank's inputs."""
-    ranks: int
-    kind: str
-
-    @property
-    def sent(self) -> float:
-        """Bytes sent by this rank, as `tools.compare.measuring.sent_bytes` counts them."""
-        return SENT[self.kind](self.ranks) * self.bytes
-
-
-class Collectives(TorchDispatchMode):
-    """Count this thread's collectives, those of its backward passes and of DDP's reducer included,
-    at c10d's operators.
-
-    `seen` maps (mesh dimension, kind) to `Traffic`. Raises `FP8BackendError` for a collective of
-    unknown traffic.
-    """
-
-    def __init__(self, mesh: dist.DeviceMesh) -> None:
-        super().__init__()
-        self.seen: dict[tuple[str, str], Traffic] = {}
-        self._names = {tuple(range(mesh.size())): "all"}
-        for name in mesh.mesh_dim_names:
-            self._names[tuple(dist.get_process_group_ranks(mesh.get_group(name)))] = name
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            names = (argument.name for argument in func._schema.arguments)
-            self._count(
-                func._schema.name.partition("::")[2],
-                dict(zip(names, args, strict=False)) | (kwargs or {}),
-            )
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, operator: str, arguments: dict[str, Any]) -> None:
-        group = arguments.get("process_group", arguments.get("group_name"))
-        if group is None or "barrier" in operator:
-            return  # no message
-        plain = operator.lower().replace("_", "").removeprefix("sharddim")
-        kind = next((kind for kind in SENT if plain.startswith(kind)), None)
-        if kind is None:
-            raise FP8BackendError(f"the bytes of the collective {operator} are not known")
-        if isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)
-        elif isinstance(group, torch.ScriptObject):
-            group = dist.ProcessGroup.unbox(group)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        inputs = next(
-            value for name, value in arguments.items() if name.startswith(("input", "tensor"))
-        )
-        size = sum(
-            tensor.nbytes for tensor in tree_iter(inputs) if isinstance(tensor, torch.Tensor)
-        )
-        key = self._names.get(ranks, counted(len(ranks), "rank")), kind
-        before = self.seen.get(key, Traffic(0, 0, len(ranks), kind))
-        self.seen[key] = before._replace(calls=before.calls + 1, bytes=before.bytes + size)
 
 
 class RankTraining:
@@ -317,6 +254,10 @@ def _trace(
             training.step(
                 {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()},
                 enter,
+            )
+        if collectives.unknown:
+            raise FP8BackendError(
+                f"the bytes of the collective {collectives.unknown} are not known"
             )
         # kernels make no copies; the levels' eager code and torch 2.11 do
         tracker.peaks["step"][ACTIVATIONS] = 0
