@@ -63,7 +63,8 @@ class RankTraining:
         mesh: dist.DeviceMesh,
         checkpointing: bool = False,
     ) -> None:
-        self.inner, names = model.train(), mesh.mesh_dim_names
+        self.inner = model.train()
+        names = mesh.mesh_dim_names
         if checkpointing:
             step_trace.enable_checkpointing(model)
         if TENSOR in names:
@@ -116,11 +117,9 @@ def _share_layers(model: nn.Module, mesh: dist.DeviceMesh) -> None:
     }
     plan = getattr(model, "tp_plan", None) or {}
     if not plan or not styles.keys() >= {*plan.values()}:
-        reason = (
-            f"the styles {listed(sorted({*plan.values()} - styles.keys()))}"
-            if plan
-            else "no tp_plan"
-        )
+        reason = "no tp_plan"
+        if plan:
+            reason = f"the styles {listed(sorted({*plan.values()} - styles.keys()))}"
         raise FP8BackendError(
             f"{type(model).__name__} has {reason}, which no simulation knows: leave tp out"
         )
@@ -177,7 +176,8 @@ def simulate(workload: Workload, backend: str | Recipe, mesh: Mapping[str, int])
             mesh.
         FP8BackendError: a process group is running, or the step cannot be traced.
     """
-    began, name = time.perf_counter(), str(backend).lower()
+    began = time.perf_counter()
+    name = str(backend).lower()
     for dimension in mesh:
         check_known("mesh dimension", dimension, DIMENSIONS)
     sizes = {each: parsed(each, whole_number(1), mesh[each]) for each in DIMENSIONS if each in mesh}
@@ -188,7 +188,8 @@ def simulate(workload: Workload, backend: str | Recipe, mesh: Mapping[str, int])
             "process, or after torch.distributed.destroy_process_group()"
         )
     recipe = None if name in BASELINES else resolve(backend)
-    shape, is_ddp = workload.model, SHARD not in sizes and REPLICATE in sizes
+    shape = workload.model
+    is_ddp = SHARD not in sizes and REPLICATE in sizes
     if is_ddp or shape.layers <= FEW + 1 or not shape.grows_evenly:
         result = _trace(workload, shape, recipe, name, sizes)
     else:
@@ -268,7 +269,8 @@ def _trace(
 def _fake_ranks(sizes: dict[str, int]) -> Iterator[dist.DeviceMesh]:
     """Be rank 0 of a mesh of fake ranks, announce nothing, and leave garbage: its time would differ
     between traces."""
-    level, collects = logger.level, gc.isenabled()
+    level = logger.level
+    collects = gc.isenabled()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes.values()))
     try:
         logger.setLevel(logging.ERROR)
