@@ -152,7 +152,8 @@ class Advice:
         Raises `FP8BackendError` for another ending than .yaml, a field with a Python object, and a
         path that cannot be written.
         """
-        recipe, path = self.recipe, check_recipe_path(path)
+        recipe = self.recipe
+        path = check_recipe_path(path)
         if objects := [
             name for name in _fields(recipe) if settings_of(recipe.compute)[name].is_object
         ]:
@@ -217,11 +218,9 @@ class Advice:
         return lines
 
     def _ratio(self, trial: Trial) -> str:
-        return (
-            f"{trial.gap / self.given.gap:.2f}"
-            if 0 < self.given.gap < math.inf
-            else f"{trial.gap:.3g}"
-        )
+        if 0 < self.given.gap < math.inf:
+            return f"{trial.gap / self.given.gap:.2f}"
+        return f"{trial.gap:.3g}"
 
     def _figures(self, measured: Measurement) -> tuple[str, str, str]:
         ratio = measured.gap / self.given.gap if 0 < self.given.gap < math.inf else math.nan
@@ -288,11 +287,10 @@ def advise(
     registry.check_available(recipe)
     progress("FP32")
     device = next(model.parameters(), torch.empty(0, device="cpu")).device
-    around = (
-        recipe.autocast_dtype
-        if "autocast_dtype" in recipe.given
-        else hardware.fast_precision(device)
-    )
+    if "autocast_dtype" in recipe.given:
+        around = recipe.autocast_dtype
+    else:
+        around = hardware.fast_precision(device)
     if around == "fp16":
         raise RecipeError(
             "autocast_dtype='fp16': gradients are measured with bf16 or fp32 around FP8; say one "
@@ -315,7 +313,10 @@ class _Search:
         max_trials: int,
         progress: Callable[[str], None],
     ) -> None:
-        self.gap, self.least, self.remaining, self.progress = gap, least, max_trials, progress
+        self.gap = gap
+        self.least = least
+        self.remaining = max_trials
+        self.progress = progress
         work, prepared = gap.prepared(recipe)
         flops = count_flops(work, prepared, None, gap.work)
         if not flops.in_fp8:
@@ -336,7 +337,8 @@ class _Search:
         self.alone: list[Alone] = []
 
     def advice(self) -> Advice:
-        gap, chosen = self.gap, None
+        gap = self.gap
+        chosen = None
         if gap.floor.gap <= TARGET * self.given.gap:
             chosen = self._changed_layers() or next(filter(self._helps, self._scalings()), None)
         return Advice(
@@ -422,7 +424,8 @@ class _Search:
     def _changed_layers(self) -> Trial | None:
         """Try the worst layers in each other scaling rule, then in high precision. From there each
         layer goes back to the best of these rules if the others are enough."""
-        names, best = self._worst_layers(), self.given
+        names = self._worst_layers()
+        best = self.given
         for recipe in self._other_scalings() if names else ():
             if recipe.scaling in ONE_SCALE:
                 continue
@@ -443,11 +446,13 @@ class _Search:
             if BF16 not in fewer.values():
                 break  # tried above
             if self.remaining and self._helps(trial := self._try_layers(fewer)):
-                layers, chosen = fewer, trial
+                layers = fewer
+                chosen = trial
         return chosen
 
     def _try_layers(self, layers: Mapping[str, str]) -> Trial:
-        recipe, names_by_word = with_layers(self.given.recipe, layers), {}
+        recipe = with_layers(self.given.recipe, layers)
+        names_by_word = {}
         for name, word in layers.items():
             names_by_word.setdefault(
                 self.gap.around if word == BF16 else word.rpartition(":")[2], []

@@ -183,7 +183,8 @@ class GradientGap:
     def _errors(self, work: nn.Module) -> tuple[list[dict[str, float]], float]:
         """Return each batch's relative errors of nonzero gradients, and the mean error of the
         loss."""
-        errors, loss_errors = [], []
+        errors = []
+        loss_errors = []
         measured = self._gradients(work, self.around, self.batches)
         for (loss, gradients), (expected_loss, expected) in zip(
             measured, self.reference, strict=True
@@ -235,7 +236,8 @@ def _loss_of_output(model: nn.Module, batch: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def _same_draws(seed: int, device: torch.device) -> Iterator[None]:
     """Seed PyTorch, NumPy and Python inside, and restore their states afterwards."""
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state()
     on_gpu = device.type == "cuda"
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count()) if on_gpu else []):

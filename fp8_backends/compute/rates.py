@@ -113,9 +113,9 @@ def product_seconds(
     kind: str, m: float, k: float, n: float, chip: Rates = H200, sustained: bool = False
 ) -> float:
     """Return the seconds of a product in a training step, or under a load of products only."""
-    in_a_step = (
-        1.0 if sustained else constant("bf16 in a step" if kind == BF16 else "FP8 in a step")
-    )
+    in_a_step = 1.0
+    if not sustained:
+        in_a_step = constant("bf16 in a step" if kind == BF16 else "FP8 in a step")
     return 2 * m * k * n / rate(kind, m, k, n, chip) / in_a_step
 
 
@@ -173,7 +173,8 @@ def linear_gain(
 ) -> float:
     """Return the speed of compiled Linears, (in, out) each, in FP8 over bf16, forward and
     backward."""
-    casts, kinds = casts_of(compute, scaling, True), kinds_of(compute, scaling)
+    casts = casts_of(compute, scaling, True)
+    kinds = kinds_of(compute, scaling)
     bf16 = fp8 = 0.0
     for k, n in sizes:
         shapes = {product: shape_of(product, tokens, k, n) for product in kinds}

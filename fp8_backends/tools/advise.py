@@ -171,7 +171,10 @@ def load(model: str | None, text: str | None, batches: int, batch: int, sequence
     sizes = defaults(fast_fp8=False) | {"batch": batch, "sequence": sequence}
     path = None if folder is None else str(folder)
     settings = Settings(reference="bf16", model=path, loss_gap_bound=0.0, device=device, **sizes)
-    kind, data, mask, notes = task(settings), load_text(text, TEXT_MB), None, []
+    kind = task(settings)
+    data = load_text(text, TEXT_MB)
+    mask = None
+    notes = []
     if folder is None or not any(
         any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")
     ):
@@ -240,7 +243,8 @@ def _in_tokens_of(folder: Path, data: TrainingText) -> tuple[TrainingText, int |
         )
 
     description = data.description.replace("one token a byte", "the model's own tokenizer")
-    train, held_out = tokens(data.train), tokens(data.held_out)
+    train = tokens(data.train)
+    held_out = tokens(data.held_out)
     return (
         replace(data, train=train, held_out=held_out, description=description),
         tokenizer.mask_token_id,
@@ -265,14 +269,13 @@ def flags(recipe: Recipe) -> str:
     options = launch_parser()._option_string_actions
     words = ["--fp8_backend", recipe.name]
     for name, value in given_fields(recipe).items():
-        flag, text = f"--fp8_{FIELDS[name].own_suffix.lower()}", str(value)
+        flag = f"--fp8_{FIELDS[name].own_suffix.lower()}"
+        text = str(value)
         if isinstance(value, tuple):
             joined = ",".join(map(str, value))
-            text = (
-                joined
-                if [part.strip() for part in joined.split(",")] == [*map(str, value)]
-                else str([*value])
-            )
+            text = joined
+            if [part.strip() for part in joined.split(",")] != [*map(str, value)]:
+                text = str([*value])
         elif isinstance(value, dict):
             text = ", ".join(f"{key}={word}" for key, word in value.items())
         if options[flag].nargs == 0:

@@ -82,9 +82,11 @@ def run(args: argparse.Namespace) -> int:
 def diagnosis(tests: bool = True) -> dict[str, Any]:
     """Return devices, versions, backends, test results, this chip's products and the recommended
     precision."""
-    described, devices = hardware.describe(), []
+    described = hardware.describe()
+    devices = []
     for index in range(torch.cuda.device_count() if hardware.has_gpu() else 0):
-        gpu, fp8 = torch.cuda.get_device_properties(index), hardware.gpu_chip(index).fp8
+        gpu = torch.cuda.get_device_properties(index)
+        fp8 = hardware.gpu_chip(index).fp8
         chip = gpu.gcnArchName if torch.version.hip else f"{gpu.major}.{gpu.minor}"
         devices.append(
             {"name": gpu.name, "chip": chip, "memory_bytes": gpu.total_memory, "fp8_products": fp8}
@@ -139,11 +141,9 @@ def _explain_te(backends: dict[str, dict[str, Any]]) -> None:
         how = f"did not end within {TE_TIME_LIMIT:.0f} seconds"
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        how = (
-            f"ends with {signal.Signals(-error.returncode).name}"
-            if error.returncode < 0
-            else f"fails with {last}"
-        )
+        how = f"fails with {last}"
+        if error.returncode < 0:
+            how = f"ends with {signal.Signals(-error.returncode).name}"
     backends["te"] |= {
         "can_run": False,
         "reason": f"importing TransformerEngine {how}",
@@ -154,7 +154,9 @@ def _explain_te(backends: dict[str, dict[str, Any]]) -> None:
 def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:
     """List the rules of backends that can run here and that this chip does not refuse, and the
     levels."""
-    chip, cuda, names = hardware.chip(), hardware.cuda_release(), []
+    chip = hardware.chip()
+    cuda = hardware.cuda_release()
+    names = []
     for name, backend in backends.items():
         if not backend["can_run"] or not backend["scalings"]:
             continue
@@ -174,11 +176,9 @@ def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:
 def _machine(report: dict[str, Any]) -> Lines:
     machine = report["hardware"]
     if not machine["devices"]:
-        fast = (
-            "with bf16 products"
-            if machine["cpu_bf16"]
-            else "without fast bf16 products: FP32 runs around FP8"
-        )
+        fast = "without fast bf16 products: FP32 runs around FP8"
+        if machine["cpu_bf16"]:
+            fast = "with bf16 products"
         yield "device", f"{machine['device']}, {fast}; no GPU is visible"
     alike = Counter(tuple(device.values()) for device in machine["devices"])
     for number, ((name, chip, memory, fp8), count) in enumerate(alike.items()):
@@ -229,10 +229,8 @@ def _tests(tests: list[dict[str, Any]] | None) -> Lines:
     proven = [test for test in tests if test["proven"]]
     yield "proven", ", ".join(test["backend"] for test in proven) or "none"
     if proven:
-        error, seconds = (
-            max(test["gradient_error"] for test in proven),
-            sum(test["seconds"] for test in tests),
-        )
+        error = max(test["gradient_error"] for test in proven)
+        seconds = sum(test["seconds"] for test in tests)
         bound = f"gradients within {share(error)} of {proven[0]['precision']}'s"
         facts = f"every product in FP8, {bound}, bytes as planned, weights moved"
         yield "", f"(a training step each, {seconds:.1f} s in all: {facts})"

@@ -39,7 +39,9 @@ _NAMED = NOTABLE | {
         (lost_db(entry) or 0) > MUCH_LOST_DB
     )
 }
-_CURVES, _HISTOGRAMS, _ROWS = 7, 9, 20
+_CURVES = 7
+_HISTOGRAMS = 9
+_ROWS = 20
 """Lines of a chart, histograms, and rows of a folded table."""
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -190,7 +192,9 @@ class Samples:
 def read_samples(path: str | Path) -> Samples:
     """Read a file of `monitor_every`, also while it grows. Raises `FP8BackendError` without a file
     or sample."""
-    path, by_step, unreadable = Path(path), {}, 0
+    path = Path(path)
+    by_step = {}
+    unreadable = 0
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device may never end
             raise ValueError("it is no file")
@@ -308,7 +312,8 @@ STORED_COLUMNS = ("layer", "tensor", "format", "zeros", "at the maximum", "amax"
 
 def cells(tensor: Tensor) -> list[str]:
     """Return a row of `CAST_COLUMNS`, or of `STORED_COLUMNS`."""
-    entry, finite = tensor.last, is_finite(tensor.last)
+    entry = tensor.last
+    finite = is_finite(tensor.last)
     low, high = entry["scale"] if isinstance(entry["scale"], list) else [entry["scale"]] * 2
     scale = _number(high) if low == high else f"{_number(low)} to {_number(high)}"
     texts = [] if tensor.is_stored else [entry["sqnr_db"], lost_db(entry), tensor.most_lost[0]]
@@ -327,7 +332,8 @@ def _number(value: float | None) -> str:
 
 def findings(samples: Samples) -> Verdict:
     """Judge the last sample, and name the first that was not finite."""
-    casts, step = samples.casts, samples.last["step"]
+    casts = samples.casts
+    step = samples.last["step"]
     tensors = tensors_of(samples.last)
     named = {
         title: [label for label, _, entry in tensors if applies(entry)]
@@ -399,7 +405,8 @@ def render(samples: Samples) -> str:
 
 
 def _figures(samples: Samples) -> list[tuple[str, str]]:
-    casts, spoiled = samples.casts, sum(not is_finite(tensor.last) for tensor in samples.tensors)
+    casts = samples.casts
+    spoiled = sum(not is_finite(tensor.last) for tensor in samples.tensors)
     if spoiled:
         return [("hold an inf or a NaN", f"{spoiled} of {counted(len(samples.tensors), 'tensor')}")]
     lost = [decibels for tensor in casts if (decibels := lost_db(tensor.last)) is not None]
@@ -414,12 +421,11 @@ def _figures(samples: Samples) -> list[tuple[str, str]]:
 
 def _table(columns: Sequence[str], tensors: list[Tensor]) -> str:
     rows = [list(map(signed, cells(tensor))) for tensor in tensors]
-    html, rest = page.table(columns, rows[:_ROWS], texts=3) if rows else "", rows[_ROWS:]
-    return (
-        html + page.details(f"{len(rest)} more", page.table(columns, rest, texts=3))
-        if rest
-        else html
-    )
+    html = page.table(columns, rows[:_ROWS], texts=3) if rows else ""
+    rest = rows[_ROWS:]
+    if rest:
+        return html + page.details(f"{len(rest)} more", page.table(columns, rest, texts=3))
+    return html
 
 
 def _over_the_run(samples: Samples) -> str:
@@ -468,14 +474,15 @@ def _histograms(tensors: list[Tensor]) -> str:
 
 def _histogram(tensor: Tensor) -> str:
     """Draw the scaled values of each binade, and two lines around the format's normal numbers."""
-    entry, height, base = tensor.last, 120, 96
+    entry = tensor.last
+    height = 120
+    base = 96
     fmt = FORMATS[entry["format"]]
     first, last = entry["exponents"]
-    low, high = (
-        min(first, fmt.min_exponent - fmt.mantissa_bits) - 1,
-        max(last, fmt.max_exponent) + 1,
-    )
-    width, largest = 100 / (high - low + 1), max(entry["binades"])
+    low = min(first, fmt.min_exponent - fmt.mantissa_bits) - 1
+    high = max(last, fmt.max_exponent) + 1
+    width = 100 / (high - low + 1)
+    largest = max(entry["binades"])
     parts = []
     for exponent, count in zip(range(first, last + 1), entry["binades"], strict=True):
         inside = fmt.min_exponent <= exponent <= fmt.max_exponent
@@ -487,10 +494,8 @@ def _histogram(tensor: Tensor) -> str:
             f"{count}</title></rect>"
         )
     for exponent, past, anchor in ((fmt.min_exponent, 0, "start"), (fmt.max_exponent, 1, "end")):
-        place, power = (
-            round((exponent + past - low) * width, 2),
-            str(exponent).translate(_SUPERSCRIPTS),
-        )
+        place = round((exponent + past - low) * width, 2)
+        power = str(exponent).translate(_SUPERSCRIPTS)
         parts.append(page.line("bound", place, 0, place, base))
         parts.append(page.text(place, base + 16, f"2{power}", "tick", anchor))
     return page.drawing(height, f"exponents of {tensor.label}", parts)

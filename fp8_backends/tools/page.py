@@ -122,7 +122,10 @@ class Scale:
     """Map values to positions (percent of the width, pixels of the height), with round ticks."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
-        self.low, self.high, self.start, self.end = low, high if high > low else low + 1, start, end
+        self.low = low
+        self.high = high if high > low else low + 1
+        self.start = start
+        self.end = end
 
     def __call__(self, value: float) -> float:
         share = (value - self.low) / (self.high - self.low)
@@ -154,7 +157,8 @@ def curves(
         v for line in series for v in (*line.values, *line.low, *line.high) if math.isfinite(v)
     ]
     values += [0.0] if zero_line else []
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     pad = (high - low) * 0.05 or 0.05
     x = Scale(steps[0], max(steps[0] + 1, steps[-1]), 0, 100)
     y = Scale(low - pad, high + pad, height - 40, 28)
@@ -218,7 +222,8 @@ def intervals(
     """Draw each row's mean, interval and points over the bound and the spread around zero."""
     if not rows:
         return ""
-    row_height, top = 58, 4
+    row_height = 58
+    top = 4
     bottom = top + row_height * len(rows)
     values = [
         v for row in rows for v in (row.mean, row.low, row.high, *row.points) if v is not None
@@ -226,7 +231,8 @@ def intervals(
     values = [0.0, bound * 1.25, -bound * 0.6, *filter(math.isfinite, values)]
     pad = (max(values) - min(values)) * 0.06
     x = Scale(min(values) - pad, max(values) + pad, 0, 100)
-    left, right = max(x(-spread), 0), min(x(spread), 100)
+    left = max(x(-spread), 0)
+    right = min(x(spread), 100)
     parts = [text(x(tick), bottom + 18, _number(tick), "tick", "middle") for tick in x.ticks(4)]
     parts.append(text(50, bottom + 38, x_label, anchor="middle"))
     for start, row in zip(range(top, bottom, row_height), rows, strict=True):
@@ -243,7 +249,8 @@ def intervals(
         parts += [line(css, x(place), high, x(place), low) for css, place in lines]
         if not math.isfinite(row.mean):
             continue
-        middle, stroke = start + 40, f' stroke="{row.color}"'
+        middle = start + 40
+        stroke = f' stroke="{row.color}"'
         dots = [("seed", point, 3) for point in row.points if math.isfinite(point)]
         if row.low is not None and row.high is not None:
             parts.append(line("interval", x(row.low), middle, x(row.high), middle, stroke))

@@ -45,7 +45,9 @@ STARTS_WITHIN = 90.0
 ENDS_WITHIN = 45.0
 """Seconds for one test, usually less than one."""
 
-_WIDTH, _TOKENS, _LAYERS = 64, 64, 3
+_WIDTH = 64
+_TOKENS = 64
+_LAYERS = 3
 _MARK = "fp8_backends self-test: "
 
 
@@ -79,7 +81,9 @@ def _run_in_process(backends: list[str]) -> list[SelfTest]:
     # as no rank, and with FP8 off
     dropped = ("ACCELERATE_", "FP8_BACKENDS_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
     environment = environment_without(dropped) | {"FP8_BACKENDS_DISABLE": "1"}
-    results, reasons, limit = [], [], STARTS_WITHIN
+    results = []
+    reasons = []
+    limit = STARTS_WITHIN
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
             command,
@@ -173,7 +177,8 @@ def _test(backend: str) -> SelfTest:
         bool((p.detach() != old).any()) for p, old in zip(model.parameters(), before, strict=True)
     ):
         faults.append("a weight did not move in the optimizer's step")
-    result.proven, result.reason = not faults, "; ".join(faults)
+    result.proven = not faults
+    result.reason = "; ".join(faults)
     return result
 
 

@@ -57,7 +57,8 @@ def width() -> int:
 
 def paragraphs(rows: Iterable[tuple[str, str]], label_width: int = 9) -> str:
     """Lay out (label, text) rows. Labels may be empty; long words, such as URLs, stay whole."""
-    rows, lines = list(rows), []
+    rows = list(rows)
+    lines = []
     start = max([label_width, *(len(label) for label, _ in rows)]) + 1 if label_width else 0
     for label, text in rows:
         wrap = TextWrapper(
@@ -158,7 +159,8 @@ class Progress:
             self.bar.add_task(self.text)
             self.bar.start()
         if self.bar is not None:
-            total, description = None if done is None else 1, f"{self.text}: {step}"
+            total = None if done is None else 1
+            description = f"{self.text}: {step}"
             self.bar.update(
                 self.bar.task_ids[0], description=description, completed=done or 0, total=total
             )

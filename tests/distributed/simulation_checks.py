@@ -9,12 +9,13 @@ import os
 import ranks
 import torch
 import torch.distributed as dist
+from profiled_traffic import profiled_bytes
 from transformers import LlamaConfig
 
 from fp8_backends.recipes.handlers import resolve
-from fp8_backends.tools.compare.measuring import peak_memory, sent_bytes
+from fp8_backends.tools.compare.measuring import Collectives, peak_memory
 from fp8_backends.tools.estimate import ModelShape, Workload
-from fp8_backends.tools.estimate.simulation import Collectives, RankTraining
+from fp8_backends.tools.estimate.simulation import RankTraining
 
 SIZES = {
     "hidden_size": 256,
@@ -45,7 +46,7 @@ def check_real_steps():
         with Collectives(mesh) as collectives:
             step()
         counted = [[*key, traffic._asdict()] for key, traffic in collectives.seen.items()]
-        sent, peaks = sent_bytes(step), []
+        sent, peaks = profiled_bytes(step), []
         for _ in range(2):  # without garbage of earlier steps, which Python drops at any time
             gc.collect()
             peaks.append(peak_memory(step, training.model, training.optimizer))

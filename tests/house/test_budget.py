@@ -12,17 +12,17 @@ from pathlib import Path
 import fp8_backends
 from fp8_backends.formats.scaling import RULES
 
-TOKENS, FILES = 291_000, 197
+TOKENS, FILES = 290_249, 197
 """Tokens of Python without comments, docstrings and layout: dense formatting cannot lower them."""
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 LAYOUT = ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")
 
 HABITS = {
     "comparisons with a rule's name": 15,
-    "isinstance, hasattr, getattr": 738,
+    "isinstance, hasattr, getattr": 732,
     "functions of more than 8 arguments": 31,
-    "x if c else y": 1_236,
-    "a, b = x, y": 553,
+    "x if c else y": 1_182,
+    "a, b = x, y": 418,
 }
 """Habits that make code hard to read: 1 % above the numbers in the package."""
 RULE_NAMES = {*RULES, "tensorwise"}

@@ -7,8 +7,11 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from tools.comparing import checks_by_name, compared, planted, tiny_settings
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor, wait_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from widths import nightly
 
 import fp8_backends
@@ -16,7 +19,7 @@ from fp8_backends.errors import RecipeError
 from fp8_backends.tools.compare import command as compare
 from fp8_backends.tools.compare import summary, training_run
 from fp8_backends.tools.compare.command import announce, conclude
-from fp8_backends.tools.compare.measuring import autocast_copies, bytes_of, peak_memory
+from fp8_backends.tools.compare.measuring import autocast_copies, peak_memory, sent_bytes
 from fp8_backends.tools.compare.training_run import Run
 from fp8_backends.tools.compare.workload import load_text
 
@@ -274,41 +277,53 @@ def test_without_autocast_there_are_no_copies():
     assert copies == {}
 
 
-def gloo(collective: str, elements: int, kind: str = "float") -> dict:
+@pytest.fixture
+def four_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def collectives(part, whole):
+    """A call of each kind, with the part or the whole of four parts as the input."""
     return {
-        "name": f"gloo:{collective}",
-        "args": {"Input Dims": [[elements]], "Input type": [kind]},
+        "all_reduce": lambda: dist.all_reduce(part),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(part), part),
+        "broadcast": lambda: dist.broadcast(part, 0),
+        "functional": lambda: wait_tensor(all_gather_tensor(part, 0, dist.group.WORLD)),
+        "barrier": dist.barrier,
     }
 
 
-def recorded(collective: str, elements: int, kind: str) -> dict:
-    arguments = {"Collective name": collective, "In msg nelems": elements, "dtype": kind}
-    return {"name": "record_param_comms", "args": arguments}
-
-
+@pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize(
     ("collective", "share"),
     [
         ("all_reduce", 1.5),
         ("all_gather", 3),
-        ("reduce_scatter", 0.75),
+        ("reduce_scatter", 4 * 0.75),
         ("all_to_all", 0.75),
         ("broadcast", 0.75),
+        ("functional", 3),
+        ("barrier", 0),
     ],
 )
 def test_a_rank_of_four_sends_its_share_of_each_collective(collective, share):
-    assert bytes_of([gloo(collective, 100)], 4) == 400 * share
-    assert bytes_of([gloo(collective, 100, "unsigned char")], 4) == 100 * share
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        part = torch.zeros(100, dtype=dtype)
+        call = collectives(part, torch.zeros(400, dtype=dtype))[collective]
+        assert sent_bytes(call) == part.nbytes * share
 
 
-def test_nccl_collective_names_are_recognized():
-    events = [recorded("allreduce", 100, "BFloat16"), recorded("_allgather_base", 100, "Byte")]
-    events += [recorded("all_to_all", 100, "Byte"), recorded("_reduce_scatter_base", 100, "Half")]
-    assert bytes_of(events, 2) == 200 + 100 + 50 + 100
+@pytest.mark.usefixtures("four_ranks")
+def test_an_unknown_collective_gives_none():
+    part = torch.zeros(100)
 
+    def step():
+        dist.all_reduce(part)
+        dist.send(part, 1)
 
-def test_barriers_send_nothing_and_unknown_collectives_give_none():
-    other = [{"name": "aten::mm", "args": {}}, {"ph": "M"}, gloo("barrier", 1)]
-    assert bytes_of(other, 2) == 0
-    assert bytes_of([*other, gloo("all_reduce", 100), gloo("recv", 100)], 2) is None
-    assert bytes_of([gloo("all_reduce", 100, "complex")], 2) is None
+    assert sent_bytes(step) is None
+    assert sent_bytes(lambda: part + 1) == 0

@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     nproc = (
         "train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)"
     )
-    count, number, add = _positive(int), _positive(float), parser.add_argument
+    count = _positive(int)
+    number = _positive(float)
+    add = parser.add_argument
     backends = f"backend strings, and of {', '.join(BASELINES)} ({default})"
     add("--backends", default=default, metavar="A,B,…", help=backends)
     add("--reference", choices=REFERENCES, help=reference)
@@ -207,9 +209,9 @@ _MARKS = {True: "ok", False: "FAIL", None: "?"}
 def announce(settings: Settings) -> None:
     """Print the known facts before anything is loaded."""
     backends = ", ".join(name for name in settings.backends if name != settings.reference)
-    limit = (
-        "" if settings.minutes is None else f", or what of it fits into {settings.minutes:g} min"
-    )
+    limit = ""
+    if settings.minutes is not None:
+        limit = f", or what of it fits into {settings.minutes:g} min"
     text = (
         f"fp8-backends compare: {backends or 'no backend'} against {settings.reference} on "
         f"{'a GPU' if settings.device == 'cuda' else 'the CPU'}; {settings.reference} around FP8; "
@@ -233,7 +235,8 @@ def conclude(comparison: Comparison) -> None:
     """Print the verdict, the table, the reference's own spread, the checks and the paths of the
     results."""
     results = comparison.results
-    headings, rows = summary.columns(results), summary.rows(results)
+    headings = summary.columns(results)
+    rows = summary.rows(results)
     cells = [[summary.cell(row, key) for key in headings] for row in rows]
     notes = [(row.backend, row.note) for row in rows]
     if any(row.emulated for row in rows):

@@ -31,7 +31,8 @@ from .report_page import render
 from .summary import checks, verdict
 from .workload import BASELINES, Settings, fast_fp8, load_text, task
 
-RESULTS, PAGE = "results.json", "report.html"
+RESULTS = "results.json"
+PAGE = "report.html"
 _PACKAGES = ("fp8-backends", "torch", "accelerate", "torchao", "transformers", "transformer-engine")
 
 
@@ -51,11 +52,9 @@ class Log:
         self.say(f"{backend}: first steps observed; {step_seconds:.2g} s a step")
 
     def planned(self, comparison: Comparison) -> None:
-        self.comparison, settings, asked = (
-            comparison,
-            comparison.settings,
-            comparison.results["asked"],
-        )
+        self.comparison = comparison
+        settings = comparison.settings
+        asked = comparison.results["asked"]
         given_up = ""
         if asked != {"steps": settings.steps, "seeds": settings.seeds}:
             given_up = (
@@ -73,7 +72,8 @@ class Log:
     def step(self, backend: str, seed: int, step: int, loss: float | None) -> None:
         text = f"{backend} seed {seed}: step {step} of {self.comparison.settings.steps}, loss {_loss(loss, 3)}"
         if self.display:
-            elapsed, left = self.comparison.elapsed, self.comparison.seconds_left(backend, step)
+            elapsed = self.comparison.elapsed
+            left = self.comparison.seconds_left(backend, step)
             self.display(f"{text}, {duration(left)} left", elapsed / (elapsed + left))
         elif time.monotonic() - self.last_line > 30:
             self.say(text)
@@ -152,7 +152,8 @@ class Comparison:
         runs = {name: len(self.results["backends"][name]["runs"]) for name in self.timetable.paces}
         if backend in runs:
             runs[backend] += step / steps_with_evaluation(self.settings)
-        seeds, timetable = self.settings.seeds, self.timetable
+        seeds = self.settings.seeds
+        timetable = self.timetable
         return sum(
             (seeds - done) * timetable.run_seconds(name, self.settings)
             for name, done in runs.items()
@@ -162,7 +163,8 @@ class Comparison:
         """Train every backend. After an early end all finished runs are on disk."""
         try:
             with tempfile.TemporaryDirectory() as folder:
-                settings_path, text_path = Path(folder, "settings.json"), Path(folder, "text.pt")
+                settings_path = Path(folder, "settings.json")
+                text_path = Path(folder, "text.pt")
                 settings_path.write_text(json.dumps(asdict(self.settings)))
                 torch.save(vars(self.text), text_path)
                 self.save()
@@ -187,11 +189,10 @@ class Comparison:
                 self._end("finished")
                 dismiss(self.workers.values())
         except BaseException as error:
-            note = (
-                str(error)
-                if isinstance(error, FP8BackendError)
-                else f"{type(error).__name__}: {error}"
-            )
+            if isinstance(error, FP8BackendError):
+                note = str(error)
+            else:
+                note = f"{type(error).__name__}: {error}"
             if isinstance(error, KeyboardInterrupt):
                 note = f"interrupted by {error}" if error.args else "interrupted"
             self.results["note"] = note
@@ -227,7 +228,8 @@ class Comparison:
     def _follow(self, backend: str, progress: Log, last: str, times: int = 1) -> None:
         """Record a worker's events until its turn is over. A worker that ends in mid-turn has
         failed."""
-        worker, report = self.workers[backend], self.results["backends"][backend]
+        worker = self.workers[backend]
+        report = self.results["backends"][backend]
         for event in worker.events(last, times):
             kind = event.pop("event")
             if kind == "step":
@@ -315,12 +317,17 @@ class Worker:
     standard input."""
 
     def __init__(self, arguments: list[str], ranks: int) -> None:
-        self.ranks, self.ended = ranks, False
-        torchrun = (
-            ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"]
-            if ranks > 1
-            else []
-        )
+        self.ranks = ranks
+        self.ended = False
+        torchrun = []
+        if ranks > 1:
+            torchrun = [
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc_per_node",
+                str(ranks),
+                "-m",
+            ]
         # in its own session, so that Ctrl-C reaches only this process, which then stops the worker
         self.process = subprocess.Popen(
             [
@@ -415,7 +422,8 @@ def fit(
     First give up seeds down to three, then steps down to `FEWEST_STEPS`, then the other seeds.
     `round_seconds` maps a number of steps to the seconds of one seed over all backends.
     """
-    wanted, fewest = min(WANTED_SEEDS, seeds), min(FEWEST_STEPS, steps)
+    wanted = min(WANTED_SEEDS, seeds)
+    fewest = min(FEWEST_STEPS, steps)
     choices = range(fewest, steps + 1)
     fitting = choices[
         : bisect.bisect_right(choices, seconds, key=lambda count: wanted * round_seconds(count))

@@ -3,18 +3,18 @@ ranks."""
 
 import contextlib
 import itertools
-import json
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from ...evidence.auditing import inner_tensors
+from ...words import counted
 
 
 def peak_memory(
@@ -79,71 +79,87 @@ def autocast_copies(model: nn.Module) -> Iterator[dict[str, int]]:
         yield copies
 
 
-_ELEMENT_BYTES = {
-    "float": 4, "double": 8, "half": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2, "int": 4, "long": 8,
-    "long int": 8, "unsigned char": 1, "signed char": 1, "byte": 1, "char": 1, "bool": 1,
-}  # fmt: skip
-
-
-def sent_bytes(step: Callable[[], object]) -> int | None:
-    """Run a step and return the bytes that a rank sends in its collectives; None if a collective is
-    unknown.
-
-    Computed from the sizes at the process group: a sum over N ranks sends 2 (N - 1) / N of its
-    size, as a ring does, and every other collective the least of any algorithm. The ranks share a
-    broadcast.
-    """
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-        step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profiled.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return bytes_of(events, dist.get_world_size())
-
-
-def bytes_of(events: list[dict[str, Any]], ranks: int) -> int | None:
-    """Return the bytes that one of `ranks` ranks sends in the collectives of a trace; None if one
-    is unknown."""
-    total = 0.0
-    for event in events:
-        collective, size = _collective(event)
-        if collective in ("", "barrier"):
-            continue
-        plain = collective.lower().replace("_", "")
-        factor = next(
-            (factor for beginning, factor in SENT.items() if plain.startswith(beginning)), None
-        )
-        if factor is None or size is None:
-            return None
-        total += factor(ranks) * size
-    return round(total)
-
-
 SENT: dict[str, Callable[[int], float]] = {
     "allreduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "allgather": lambda ranks: ranks - 1,
     **dict.fromkeys(("reducescatter", "alltoall", "broadcast"), lambda ranks: (ranks - 1) / ranks),
 }
-"""Bytes sent for each byte of a rank's input."""
+"""Bytes sent for each byte of a rank's input, by kind of collective: a sum over N ranks sends
+2 (N - 1) / N of its size, as a ring does, and every other one the least of any algorithm. The ranks
+share a broadcast."""
 
 
-def _collective(event: dict[str, Any]) -> tuple[str, int | None]:
-    """Return (collective, bytes of this rank's input) of an event; "" for an event of another
-    kind."""
-    name, arguments = event.get("name", ""), event.get("args", {})
-    if name.startswith("gloo:"):
-        shapes, kinds = arguments.get("Input Dims", ()), arguments.get("Input type", ())
-        parts = [
-            (torch.Size(shape).numel(), kind) for shape, kind in zip(shapes, kinds, strict=False)
-        ]
-        name = name.removeprefix("gloo:")
-    elif name == "record_param_comms" and "Collective name" in arguments:  # NCCL and other backends
-        parts = [(arguments.get("In msg nelems"), str(arguments.get("dtype", "")))]
-        name = arguments["Collective name"]
-    else:
-        return "", None
-    sizes = [(count, _ELEMENT_BYTES.get(kind.lower())) for count, kind in parts]
-    return name, None if any(None in pair for pair in sizes) else sum(
-        count * element for count, element in sizes
-    )
+class Traffic(NamedTuple):
+    """Collectives of one kind in one group of ranks."""
+
+    calls: int
+    bytes: int
+    """Of this rank's inputs."""
+    ranks: int
+    kind: str
+
+    @property
+    def sent(self) -> float:
+        return SENT[self.kind](self.ranks) * self.bytes
+
+
+class Collectives(TorchDispatchMode):
+    """Count this thread's collectives, those of its backward passes and of DDP's reducer included,
+    at c10d's operators.
+
+    `seen` maps (mesh dimension, kind) to `Traffic`; `unknown` is the last operator without a kind
+    in `SENT`.
+    """
+
+    def __init__(self, mesh: dist.DeviceMesh | None = None) -> None:
+        super().__init__()
+        self.seen: dict[tuple[str, str], Traffic] = {}
+        self.unknown = ""
+        self._names: dict[tuple[int, ...], str] = {}
+        if mesh is not None:
+            self._names[tuple(range(mesh.size()))] = "all"
+            for name in mesh.mesh_dim_names:
+                self._names[tuple(dist.get_process_group_ranks(mesh.get_group(name)))] = name
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            names = (argument.name for argument in func._schema.arguments)
+            self._count(
+                func._schema.name.partition("::")[2],
+                dict(zip(names, args, strict=False)) | (kwargs or {}),
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, operator: str, arguments: dict[str, Any]) -> None:
+        group = arguments.get("process_group", arguments.get("group_name"))
+        if group is None or "barrier" in operator:
+            return  # no message
+        plain = operator.lower().replace("_", "").removeprefix("sharddim")
+        kind = next((kind for kind in SENT if plain.startswith(kind)), None)
+        if kind is None:
+            self.unknown = operator
+            return
+        if isinstance(group, str):
+            group = dist.distributed_c10d._resolve_process_group(group)
+        elif isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        inputs = next(
+            value for name, value in arguments.items() if name.startswith(("input", "tensor"))
+        )
+        size = sum(
+            tensor.nbytes for tensor in tree_iter(inputs) if isinstance(tensor, torch.Tensor)
+        )
+        key = self._names.get(ranks, counted(len(ranks), "rank")), kind
+        before = self.seen.get(key, Traffic(0, 0, len(ranks), kind))
+        self.seen[key] = before._replace(calls=before.calls + 1, bytes=before.bytes + size)
+
+
+def sent_bytes(step: Callable[[], object]) -> int | None:
+    """Run a step and return the bytes that this rank sends in its collectives; None if one is
+    unknown."""
+    with Collectives() as collectives:
+        step()
+    if collectives.unknown:
+        return None
+    return round(sum(traffic.sent for traffic in collectives.seen.values()))

@@ -22,8 +22,10 @@ _MARKS = {
 
 
 def render(results: Results) -> str:
-    rows, reference = summary.rows(results), summary.reference_of(results)
-    machine, settings = results["machine"], results["settings"]
+    rows = summary.rows(results)
+    reference = summary.reference_of(results)
+    machine = results["machine"]
+    settings = results["settings"]
     facts = [
         machine.get("gpu") or f"{machine['processor']}, {counted(machine['cores'], 'core')}",
         summary.ranks_text(results),
@@ -57,11 +59,9 @@ def render(results: Results) -> str:
 
 
 def _figures(results: Results, rows: list[Row]) -> list[tuple[str, str]]:
-    fp8, reference, figures = (
-        [row for row in rows if row.backend not in BASELINES],
-        summary.reference_of(results),
-        [],
-    )
+    fp8 = [row for row in rows if row.backend not in BASELINES]
+    reference = summary.reference_of(results)
+    figures = []
     gaps = [row.gap for row in fp8 if row.gap is not None]
     if gaps and all(math.isfinite(gap.mean) for gap in gaps):
         figures.append(
@@ -86,28 +86,26 @@ def _table(results: Results, rows: list[Row], colors: dict[str, str]) -> str:
 
 
 def _gap_chart(results: Results, rows: list[Row], colors: dict[str, str]) -> str:
-    reference, intervals = summary.reference_of(results), []
+    reference = summary.reference_of(results)
+    intervals = []
     expected = summary.held_out_losses(results, reference)
     for row in rows:
         if (gap := row.gap) is not None:
             losses = summary.held_out_losses(results, row.backend)
             points = [losses[seed] - expected[seed] for seed in losses.keys() & expected.keys()]
-            label, color = with_minus_signs(summary.cell(row, "gap")), colors[row.backend]
+            label = with_minus_signs(summary.cell(row, "gap"))
+            color = colors[row.backend]
             intervals.append(
                 page.Interval(row.backend, color, gap.mean, gap.low, gap.high, points, label)
             )
     bound = results["settings"]["loss_gap_bound"]
     spread = (summary.reference_spread(results) or {}).get("standard_deviation", 0.0)
-    title, x_label = (
-        f"Paired gap of the held-out loss to {reference}",
-        f"nats above {reference}, held-out loss",
-    )
+    title = f"Paired gap of the held-out loss to {reference}"
+    x_label = f"nats above {reference}, held-out loss"
     chart = page.intervals(intervals, bound, spread, title, x_label)
-    band = (
-        f" The grey band is {reference}'s own standard deviation from seed to seed."
-        if spread
-        else ""
-    )
+    band = ""
+    if spread:
+        band = f" The grey band is {reference}'s own standard deviation from seed to seed."
     return chart and chart + aside(
         "Large dot: mean of the paired differences; bar: its 95 % confidence interval; small dots: "
         f"single seeds; dashed line: the bound of {bound} nats.{band}"
@@ -124,8 +122,10 @@ def _loss_charts(results: Results, colors: dict[str, str]) -> str:
     if not by_backend:
         return ""
     count = max(len(values) for losses in by_backend.values() for values in losses.values())
-    steps, window = range(1, 1 + count), max(1, count // 20) | 1
-    curves, differences = [], []
+    steps = range(1, 1 + count)
+    window = max(1, count // 20) | 1
+    curves = []
+    differences = []
     expected = by_backend.get(reference, {})
     for name, losses in by_backend.items():
         bands = (over_seeds(list(losses.values()), pick) for pick in (statistics.fmean, min, max))
@@ -176,11 +176,9 @@ def _memory_chart(results: Results, rows: list[Row], colors: dict[str, str]) -> 
             label = with_minus_signs(summary.cell(row, "peak_memory_bytes"))
             bars.append((row.backend, colors[row.backend], row.peak_memory_bytes, label))
     chart = page.bars(bars, "Peak memory by backend")
-    where = (
-        "allocated by PyTorch on the GPU"
-        if results["machine"]["device"] == "cuda"
-        else "allocated by PyTorch"
-    )
+    where = "allocated by PyTorch"
+    if results["machine"]["device"] == "cuda":
+        where = "allocated by PyTorch on the GPU"
     return chart and chart + aside(
         f"Tensor bytes {where} at the highest point of one training step: weights, optimizer "
         "states, gradients, what is saved for backward, and scratch. Measured in the first run's "
@@ -217,7 +215,8 @@ def _what_ran(results: Results) -> str:
 
 
 def _reading(results: Results) -> str:
-    reference, points = summary.reference_of(results), []
+    reference = summary.reference_of(results)
+    points = []
     if not results["fast_fp8"]:
         points.append(
             "<b>Emulated</b>: this chip has no FP8 products. Numbers are those of FP8, time is "

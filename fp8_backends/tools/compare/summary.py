@@ -76,7 +76,8 @@ def paired_gap(losses: Mapping[int, float], reference: Mapping[int, float]) -> G
     ]
     if not differences:
         return None
-    mean, pairs = statistics.fmean(differences), len(differences)
+    mean = statistics.fmean(differences)
+    pairs = len(differences)
     if pairs == 1 or not all(map(math.isfinite, differences)):
         return Gap(mean, None, pairs)
     return Gap(
@@ -153,10 +154,13 @@ def rows(results: Results) -> list[Row]:
 
 
 def _row(results: Results, name: str) -> Row:
-    report, reference = results["backends"][name], results["backends"][reference_of(results)]
-    runs, inspection = report["runs"], report["inspection"]
+    report = results["backends"][name]
+    reference = results["backends"][reference_of(results)]
+    runs = report["runs"]
+    inspection = report["inspection"]
     emulated = name not in BASELINES and not results["fast_fp8"]
-    gap, note = gap_to_reference(results, name), _note(results, name)
+    gap = gap_to_reference(results, name)
+    note = _note(results, name)
     row = Row(name, emulated=emulated, seeds_done=len(runs), gap=gap, note=note)
     if runs:
         row.final_train_loss = statistics.fmean(number(run["final_train_loss"]) for run in runs)
@@ -167,7 +171,8 @@ def _row(results: Results, name: str) -> Row:
                 row.speed_ratio = row.tokens_per_second / _speed(reference["runs"])
     if inspection:
         audit = inspection["audit"]
-        row.flops_share, row.sent_bytes = audit["flops_share"], inspection["sent_bytes"]
+        row.flops_share = audit["flops_share"]
+        row.sent_bytes = inspection["sent_bytes"]
         if (stored := audit["bytes_per_parameter"].get("total")) is not None:
             row.bytes_per_parameter = (
                 stored + inspection["autocast_copy_bytes"] / inspection["parameters"]
@@ -194,10 +199,8 @@ def _note(results: Results, name: str) -> str:
     if name in BASELINES:
         return "baseline" + (", loss scaled" if name == "fp16" else "")
     audit = report["inspection"]["audit"]
-    engines, unconverted = (
-        ", ".join(sorted(set(audit["engine"].values()))),
-        list(audit["high_precision"]),
-    )
+    engines = ", ".join(sorted(set(audit["engine"].values())))
+    unconverted = list(audit["high_precision"])
     named = ", ".join(unconverted) if len(unconverted) <= 2 else f"{len(unconverted)} weights"
     return f"{engines} products" + (f"; {named} in high precision" if unconverted else "")
 
@@ -246,10 +249,8 @@ def cell(row: Row, key: str) -> str:
 
 def ranks_text(results: Results) -> str:
     """Name the ranks, such as `2 ranks (DDP over gloo)`; empty for one rank."""
-    ranks, wire = (
-        results["settings"]["nproc"],
-        "NCCL" if results["settings"]["device"] == "cuda" else "gloo",
-    )
+    ranks = results["settings"]["nproc"]
+    wire = "NCCL" if results["settings"]["device"] == "cuda" else "gloo"
     return f"{ranks} ranks (DDP over {wire})" if ranks > 1 else ""
 
 
@@ -259,16 +260,15 @@ def runs_text(seeds: int, steps: int) -> str:
 
 def held_out_text(results: Results) -> str:
     """Return the held-out part, such as `128 held-out windows (0.2 of those trained on)`."""
-    settings, windows = results["settings"], results["held_out_windows"]
+    settings = results["settings"]
+    windows = results["held_out_windows"]
     relative = windows / (settings["steps"] * settings["batch"])
     return f"{counted(windows, 'held-out window')} ({relative:.2g} of those trained on)"
 
 
 def spread_line(results: Results) -> str:
-    values, start = (
-        reference_spread(results),
-        f"{reference_of(results)}'s own spread from seed to seed",
-    )
+    values = reference_spread(results)
+    start = f"{reference_of(results)}'s own spread from seed to seed"
     if values is None:
         return f"{start}: needs at least two seeds"
     return f"{start}: standard deviation {values['standard_deviation']:.4f} nats, range {values['range']:.4f} nats"
@@ -303,8 +303,10 @@ def checks(results: Results) -> dict[str, list[Check]]:
 
 
 def _checks(results: Results, backend: str) -> Iterator[Check]:
-    report, reference = results["backends"][backend], reference_of(results)
-    inspection, runs = report["inspection"], report["runs"]
+    report = results["backends"][backend]
+    reference = reference_of(results)
+    inspection = report["inspection"]
+    runs = report["runs"]
     if report["status"] == "failed":
         yield Check("trained to the end", False, report["message"])
         return
@@ -336,7 +338,8 @@ def _checks(results: Results, backend: str) -> Iterator[Check]:
 
 
 def _products_check(inspection: dict[str, Any]) -> Check:
-    converted, lacking = inspection["audit"]["products"], inspection["incomplete_layers"]
+    converted = inspection["audit"]["products"]
+    lacking = inspection["incomplete_layers"]
     name = "every eligible layer ran its products in FP8"
     if not converted:
         return Check(name, False, "no layer was converted")
@@ -370,12 +373,11 @@ def _gradients_check(inspection: dict[str, Any], reference: str) -> Check:
 
 
 def _gap_check(gap: Gap, bound: float, reference: str) -> Check:
-    name, verdict = f"held-out loss at most {bound} nats above {reference}'s", gap.verdict(bound)
-    interval = (
-        "one seed, no interval"
-        if gap.half_width is None
-        else f"95 % interval {gap.low:+.4f} to {gap.high:+.4f}"
-    )
+    name = f"held-out loss at most {bound} nats above {reference}'s"
+    verdict = gap.verdict(bound)
+    interval = "one seed, no interval"
+    if gap.half_width is not None:
+        interval = f"95 % interval {gap.low:+.4f} to {gap.high:+.4f}"
     if not math.isfinite(gap.mean):
         return Check(name, False, "a loss is not finite")
     if verdict == "not resolved" and gap.mean > FAR * bound:
@@ -425,14 +427,13 @@ def _headline(made: int, failed: int, unresolved: int) -> str:
     if not passed:
         return f"no check passed; {is_open}"
     all_passed = f"all {passed} checks" if passed > 1 else "the only check"
-    return (
-        f"{all_passed} that could be judged passed; {is_open}"
-        if unresolved
-        else f"{all_passed} passed"
-    )
+    if unresolved:
+        return f"{all_passed} that could be judged passed; {is_open}"
+    return f"{all_passed} passed"
 
 
-_FIRST_INTERVAL, _MOST_SEEDS = 5, 30
+_FIRST_INTERVAL = 5
+_MOST_SEEDS = 30
 
 
 def _advice(results: Results, backends: list[str]) -> Iterator[str]:

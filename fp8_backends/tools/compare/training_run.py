@@ -80,7 +80,9 @@ class Run:
         seed: int,
         with_reference: bool = False,
     ) -> None:
-        self.settings, self.text, self.seed = settings, text, seed
+        self.settings = settings
+        self.text = text
+        self.seed = seed
         began = time.perf_counter()
         self.accelerator = _accelerator(settings, backend)
         self.bare = model = build_model(settings, text.vocab_size, seed)
@@ -130,7 +132,8 @@ class Run:
         return {name: value.to(self.accelerator.device) for name, value in values.items()}
 
     def backward(self, step: int) -> torch.Tensor:
-        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        ranks = self.accelerator.num_processes
+        rank = self.accelerator.process_index
         loss = self.model(
             **{name: value.chunk(ranks)[rank] for name, value in self.batch(step).items()}
         ).loss
@@ -150,7 +153,9 @@ class Run:
 
     def train(self, progress: Callable[[int, float], None]) -> dict[str, Any]:
         """Run all steps, then evaluate. Times exclude the first tenth, and with it compilation."""
-        settings, losses, times = self.settings, [], []
+        settings = self.settings
+        losses = []
+        times = []
         self.model.train()
         on_gpu = self.accelerator.device.type == "cuda"
         group = 5 if on_gpu else 1  # reading a loss makes a GPU wait
@@ -182,7 +187,8 @@ class Run:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        accelerator, several = self.accelerator, self.accelerator.num_processes > 1
+        accelerator = self.accelerator
+        several = self.accelerator.num_processes > 1
         self.model.eval()
         windows = self.text.held_out_windows(self.settings.held_out_windows, self.settings.sequence)
         model = self.bare if several else self.model  # DDP would wait for ranks with fewer windows
@@ -266,10 +272,8 @@ def inspect(settings: Settings, text: TrainingText, backend: str) -> dict[str, A
         with autocast_copies(run.bare) as copies:
             run.backward(INSPECTED_STEPS)
         run.update()
-        audit, recipe = (
-            fp8_backends.audit(run.model, run.optimizer),
-            getattr(run.accelerator, "fp8_recipe", None),
-        )
+        audit = fp8_backends.audit(run.model, run.optimizer)
+        recipe = getattr(run.accelerator, "fp8_recipe", None)
         run.optimizer.zero_grad()
     seconds = []
     for step in range(INSPECTED_STEPS + 1, INSPECTED_STEPS + 1 + TIMED_STEPS):
@@ -308,7 +312,8 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
         if backend == "fp16" and settings.device == "cpu":
             # stock Accelerate quietly trains in FP32 here; with these two it autocasts and scales
             # as on a GPU
-            accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
+            accelerator.native_amp = True
+            accelerator.scaler = torch.amp.GradScaler("cpu")
         return accelerator
     fields = settings.features | {"autocast_dtype": settings.reference}
     handler = fp8_backends.FP8RecipeKwargs(backend=backend, **fields)
@@ -319,7 +324,8 @@ def _accelerator(settings: Settings, backend: str) -> Accelerator:
 def _messages() -> Iterator[list[str]]:
     """Collect this package's log messages, the proof line and notices, each once."""
     lines: dict[str, None] = {}
-    handler, level = logging.Handler(), logger.level
+    handler = logging.Handler()
+    level = logger.level
     handler.emit = lambda record: lines.setdefault(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -354,7 +360,8 @@ def _reporter() -> Report:
 
 def main(argv: list[str]) -> int:
     settings_path, text_path, backend = argv
-    report, permits = _reporter(), os.dup(0)
+    report = _reporter()
+    permits = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # hides the permits from this process's children
     text = TrainingText(**torch.load(text_path, weights_only=True))
     try:

@@ -153,7 +153,8 @@ def load_text(path: str | Path | None = None, limit_mb: float = 8.0) -> Training
     library.
     """
     files, description = _files(path)
-    parts, remaining = [], int(limit_mb * 1e6)
+    parts = []
+    remaining = int(limit_mb * 1e6)
     for file in files:
         if remaining <= 0:
             break
@@ -169,11 +170,14 @@ def load_text(path: str | Path | None = None, limit_mb: float = 8.0) -> Training
     if (count := len(parts)) < HELD_OUT_EVERY:
         whole = _BOUNDARY.join(parts)
         cut = len(whole) - len(whole) // HELD_OUT_EVERY
-        train, held_out, split = whole[:cut], whole[cut:], "the last tenth held out"
+        train = whole[:cut]
+        held_out = whole[cut:]
+        split = "the last tenth held out"
     else:
         held_out = _BOUNDARY.join(parts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
         del parts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-        train, split = _BOUNDARY.join(parts), f"every {HELD_OUT_EVERY}th file held out"
+        train = _BOUNDARY.join(parts)
+        split = f"every {HELD_OUT_EVERY}th file held out"
     size = readable_bytes(len(train) + len(held_out))
     description = f"{description}, {counted(count, 'file')}, {size}, {split}, one token a byte"
     tokens = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, held_out)]
@@ -182,10 +186,13 @@ def load_text(path: str | Path | None = None, limit_mb: float = 8.0) -> Training
 
 def _files(path: str | Path | None) -> tuple[list[Path], str]:
     if path is None:
-        root, pattern = Path(sysconfig.get_paths()["stdlib"]), "*.py"
+        root = Path(sysconfig.get_paths()["stdlib"])
+        pattern = "*.py"
         description = f"Python {sysconfig.get_python_version()} standard library sources"
     else:
-        root, pattern, description = Path(path), "*", Path(path).name
+        root = Path(path)
+        pattern = "*"
+        description = Path(path).name
         if root.is_file():
             return [root], description
         if not root.is_dir():
@@ -201,7 +208,8 @@ def _files(path: str | Path | None) -> tuple[list[Path], str]:
 
 # Model
 
-CAUSAL, MASKED = "causal language model", "masked language model"
+CAUSAL = "causal language model"
+MASKED = "masked language model"
 """Tasks: predict a token from the tokens before it, or from all others."""
 MASKED_SHARE = 0.15
 """Share of masked tokens in a window, as in BERT."""
@@ -272,13 +280,12 @@ def _task(config) -> str:
     """Return the task named by a configuration, else the usual task of its model type."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-    kind, named = type(config), config.architectures or ()
+    kind = type(config)
+    named = config.architectures or ()
     mappings = {MASKED: MODEL_FOR_MASKED_LM_MAPPING, CAUSAL: MODEL_FOR_CAUSAL_LM_MAPPING}
-    classes = (
-        {}
-        if config.is_encoder_decoder
-        else {task: of[kind] for task, of in mappings.items() if kind in of}
-    )
+    classes = {}
+    if not config.is_encoder_decoder:
+        classes = {task: of[kind] for task, of in mappings.items() if kind in of}
     if not classes or not hasattr(config, "vocab_size"):
         raise FP8BackendError(
             f"--model: a configuration of type {config.model_type} makes neither a causal nor a "

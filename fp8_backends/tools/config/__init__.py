@@ -225,9 +225,9 @@ def explained(config: TrainingConfig, findings: list[Finding]) -> str:
             (finding.severity, f"{finding.reason} [{finding.rule}]"),
             ("", f"fix: {finding.fix}"),
         ]
-    nothing = (
-        "FP8 is off: nothing to check" if config.recipe is None else "no validator found anything"
-    )
+    nothing = "no validator found anything"
+    if config.recipe is None:
+        nothing = "FP8 is off: nothing to check"
     title = f"{config.source} ({config.system.capitalize()}) means:"
     return f"{title}\n\n{meaning}\n\n{paragraphs(rows, 10) if rows else nothing}"
 

@@ -51,11 +51,9 @@ def read_accelerate(
         )
     engines = one_of(*(kind.value for kind in DistributedType), "TPU")
     engine = file.parsed("distributed_type", engines, _word(values["distributed_type"]))
-    fsdp, deepspeed, dynamo = (
-        _block(file, "fsdp_config"),
-        _block(file, "deepspeed_config"),
-        _dynamo(file),
-    )
+    fsdp = _block(file, "fsdp_config")
+    deepspeed = _block(file, "deepspeed_config")
+    dynamo = _dynamo(file)
     parallel = _ENGINES.get(engine, "ddp")
     if engine == "FSDP":
         parallel = f"fsdp{fsdp.get('fsdp_version', lambda value: one_of('1', '2')(str(value)), 1)}"
@@ -122,7 +120,8 @@ def _precision(file: ConfigFile) -> str:
 
 def _block(file: ConfigFile, name: str) -> ConfigFile:
     """Return a block with the names of its flags, and refuse keys that Accelerate would ignore."""
-    prefix, block = _BLOCKS[name][0], file.block(name)
+    prefix = _BLOCKS[name][0]
+    block = file.block(name)
     block.values = {prefix + key.removeprefix(prefix): value for key, value in block.values.items()}
     if block.values:
         block.refuse_unknown(_keys(name))
@@ -146,7 +145,8 @@ def _keys(name: str) -> list[str]:
 
 def _dynamo(file: ConfigFile) -> ConfigFile:
     """Return the block with its backend in one spelling; older files have it outside."""
-    block, key = _block(file, "dynamo_config"), "dynamo_backend"
+    block = _block(file, "dynamo_config")
+    key = "dynamo_backend"
     place = block if key in block.values else file
     if (word := place.values.get(key)) is not None:
         block.values[key] = place.parsed(

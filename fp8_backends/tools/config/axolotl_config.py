@@ -84,7 +84,8 @@ def read_axolotl(
 ) -> TrainingConfig:
     """Interpret the file. Raises `RecipeError` for unknown keys of fp8 and fsdp, or values that
     Axolotl refuses."""
-    file, notes = ConfigFile(values, source), []
+    file = ConfigFile(values, source)
+    notes = []
     file.refuse_unknown(_FP8_KEYS, "fp8")
     file.refuse_unknown(_FSDP_KEYS, "fsdp")
     fsdp = _fsdp(file, notes)

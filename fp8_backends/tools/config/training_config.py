@@ -71,7 +71,8 @@ class TrainingConfig:
                 )
             else:
                 kept[name] = value
-        self.mixed_precision, self.fields = "fp8", kept
+        self.mixed_precision = "fp8"
+        self.fields = kept
 
     def findings(self, chip: str | None = None) -> list[Finding]:
         """Return the known problems on this machine, or on one with that chip; [] without FP8."""
@@ -131,7 +132,8 @@ class ConfigFile:
     key."""
 
     def __init__(self, values: Mapping[str, Any], source: str, block: str = "") -> None:
-        self.values, self.source = values, source
+        self.values = values
+        self.source = source
         self.name = f"{source}: {block}" if block else source
         self._prefix = f"{self.name}." if block else f"{source}: "
 

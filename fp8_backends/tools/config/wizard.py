@@ -53,10 +53,8 @@ def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
         ("here", device_named(None).title),
         ("others", f"cpu, {', '.join(chips.SOLD)}"),
     )
-    gpu, te_runs = (
-        chips.product_named(device.chip).gpu,
-        rented is None and registry.auto_choice().backend == "te",
-    )
+    gpu = chips.product_named(device.chip).gpu
+    te_runs = rented is None and registry.auto_choice().backend == "te"
     advice = chips.advice_for(gpu, te_runs, hardware.cpu_bf16())
     if not advice.backend:
         print(wrapped(f"Note: for speed train in {advice.precision} there: {advice.reason}."))
@@ -193,11 +191,9 @@ def _ask_workload(is_here: bool, on_gpu: bool) -> tuple[Workload, int]:
     model = _ask("model", "8B" if on_gpu else "100M", _model, sizes)
     longest = model.longest or 2**30
     tokens = ("sequence", "tokens at a time on each rank: activations grow with them")
-    sequence = (
-        _ask("sequence", min(SEQUENCE, longest), whole_number(1, longest), tokens)
-        if model.reads_tokens
-        else 1
-    )
+    sequence = 1
+    if model.reads_tokens:
+        sequence = _ask("sequence", min(SEQUENCE, longest), whole_number(1, longest), tokens)
     machines = _ask("machines", 1, whole_number(1), ("machines", "computers that train together"))
 
     def shared_evenly(text: str) -> int:
@@ -219,7 +215,8 @@ def _ask_engine(
     workload: Workload, device: Device, plain: str, on_gpu: bool
 ) -> tuple[str, dict[str, bool]]:
     """Return the engine, and for plain storage first, then levels, if they fit under it."""
-    alone, usable = workload.devices == 1, USABLE * device.memory
+    alone = workload.devices == 1
+    usable = USABLE * device.memory
     stored = "te+msamp:O2" if plain.startswith("te") else "msamp:O2" if alone else "msamp:O4"
     shardings = ["none"] if alone else ["ddp", "fsdp2"] if on_gpu else ["ddp"]
     with Progress(f"estimating memory of {workload.model.title}") as progress:

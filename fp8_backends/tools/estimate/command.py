@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,7 +52,8 @@ LORA_BACKENDS = "bf16,native:dynamic"
 BACKENDS = "bf16,native:dynamic,msamp:O1,msamp:O2,msamp:O3,msamp:O4,te,ao"
 
 GIB = 2**30
-LORA_RANK, MOST_DEVICES = 16, 1024
+LORA_RANK = 16
+MOST_DEVICES = 1024
 """Of the changes that would make a training fit."""
 
 
@@ -138,14 +139,14 @@ def run(args: argparse.Namespace) -> int:
         raise FP8BackendError(
             "name a model (config.json, folder, or a cached model), or give --params, one of both"
         )
-    largest = args.batch == "largest"
-    if not largest and not args.batch.isdecimal():
+    if args.batch == "largest":
+        args.batch = None
+    elif args.batch.isdecimal():
+        args.batch = int(args.batch)
+    else:
         raise FP8BackendError(f'--batch {args.batch}: a whole number, or "largest"')
-    for name, value in (
-        ("devices", args.devices),
-        ("batch", largest or int(args.batch)),
-        ("sequence", args.sequence),
-    ):
+    for name in ("devices", "batch", "sequence"):
+        value = getattr(args, name)
         if value is not None and value < 1:
             raise FP8BackendError(f"--{name} {value}: at least 1")
     if args.frozen_fp8 and not args.lora:
@@ -153,24 +154,26 @@ def run(args: argparse.Namespace) -> int:
             "--frozen-fp8 holds the frozen base of --lora RANK: name a rank, such as 16"
         )
     device = device_named(args.chip)
-    model = (
-        from_transformers(args.model)
-        if args.params is None
-        else from_parameters(parse_count(args.params))
-    )
+    if args.params is None:
+        model = from_transformers(args.model)
+    else:
+        model = from_parameters(parse_count(args.params))
     model.lora = args.lora
     if args.sequence is not None and not model.reads_tokens:
         raise FP8BackendError(
             f"--sequence {args.sequence}: the model reads images, which have no tokens: leave it "
             "out"
         )
-    settings = {
-        "batch": 0 if largest else int(args.batch),
-        "sequence": args.sequence or min(SEQUENCE, model.longest or SEQUENCE),
-        **{name: getattr(args, name) for name in ("checkpointing", "weights", "devices")},
-    }
     workload = Workload(
-        model=model, memory=device.memory, chip=device.chip, compiled=args.compile, **settings
+        model=model,
+        batch=args.batch or 0,
+        sequence=args.sequence or min(SEQUENCE, model.longest or SEQUENCE),
+        checkpointing=args.checkpointing,
+        weights=args.weights,
+        devices=args.devices,
+        memory=device.memory,
+        chip=device.chip,
+        compiled=args.compile,
     )
     with Progress(f"tracing a training step of {model.title}") as progress:
         names = _listed("--backend", args.backend or (LORA_BACKENDS if args.lora else BACKENDS))
@@ -180,48 +183,16 @@ def run(args: argparse.Namespace) -> int:
         shardings = ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
         if args.sharding is not None:
             shardings = _listed("--sharding", args.sharding.lower())
-        estimates = estimate(workload, backends, shardings, progress)
-        advice = fp8_advice(model, device, [each.backend for each in estimates if each.flops_share])
-        advice += auto_advice(device)
-        nothing_fits = not any(each.fits for each in estimates)
-        smaller = changes(workload, estimates, progress) if nothing_fits else []
-        simulations = simulated(workload, backends, shardings, progress) if args.simulate else {}
-    answer = answered(workload, estimates, smaller)
+        report = Report(workload, device, estimate(workload, backends, shardings, progress))
+        in_fp8 = [each.backend for each in report.estimates if each.flops_share]
+        report.advice = [*fp8_advice(model, device, in_fp8), *auto_advice(device)]
+        if not any(each.fits for each in report.estimates):
+            report.smaller = changes(workload, report.estimates, progress)
+        if args.simulate:
+            report.simulations = simulated(workload, backends, shardings, progress)
     if args.page is not None:
-        Path(args.page).write_text(_page(workload, device, estimates, answer), encoding="utf-8")
-    if args.json:
-        plain = {
-            "model": model.title,
-            "parameters": model.parameters,
-            "device": device._asdict(),
-            "settings": settings,
-            "estimates": [each.to_dict() for each in estimates],
-            "changes": [
-                {**each._asdict(), "estimate": each.estimate.to_dict()} for each in smaller
-            ],
-            "answer": dict(answer),
-            "simulations": [
-                {
-                    "backend": backend,
-                    "sharding": sharding,
-                    "peak": one.peak,
-                    "sent": one.sent,
-                    "peaks": one.peaks,
-                }
-                | {
-                    "collectives": {
-                        " ".join(key): each._asdict() for key, each in one.traffic.items()
-                    }
-                }
-                for (backend, sharding), one in simulations.items()
-            ],
-            "advice": advice,
-        }
-        print(json.dumps(plain, indent=1))
-    else:
-        print(text(workload, device, estimates, advice, answer, smaller))
-        if simulations:
-            print(f"\nsimulated step of rank 0, in GiB\n{table(_traffic(simulations))}")
+        Path(args.page).write_text(report.page(), encoding="utf-8")
+    print(json.dumps(report.to_dict(), indent=1) if args.json else report)
     return 0
 
 
@@ -251,17 +222,6 @@ def simulated(
     return found
 
 
-def _traffic(simulations: dict[tuple[str, str], Simulation]) -> list[list[str]]:
-    rows = [["backend", "sharding", "peak", "sent", "collective", "among", "ranks", "calls", "GiB"]]
-    for (backend, sharding), one in simulations.items():
-        head = [backend, sharding, _number(one.peak / GIB), _number(one.sent / GIB)]
-        for (dimension, kind), each in one.traffic.items():
-            size = _number(each.bytes / GIB)
-            rows.append([*head, kind, dimension, str(each.ranks), f"{each.calls:.0f}", size])
-            head = [""] * len(head)
-    return rows
-
-
 def _with_flags(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Add the flags' fields to a backend; a field of levels goes to levels, a field of others to
     the others."""
@@ -284,123 +244,86 @@ def changes(
     """Return changes from the mildest on: of what is stored, of what is trained, and of the number
     of devices. Levels are left out under ZeRO-3, and adapters of a model that trains adapters
     already."""
-    known = [each for each in found if not each.refused]
-    best = min(known, key=lambda each: each.peak)
-    level = (
-        best.backend if best.backend not in BASELINES and "msamp" in best.backend else "msamp:O2"
-    )
+    best = min((each for each in found if not each.refused), key=lambda each: each.peak)
+    wider = replace(workload, batch=workload.batch or 1, memory=None, chip=None)
     made = []
-    for title, options, changed, backend, sharding in _candidates(workload, best, level):
+
+    def add(title: str, options: str, changed: Workload, backend: Any, sharding: str) -> None:
         on_step(title)
-        if sharding == "zero3" and isinstance(backend, dict):
-            continue
         (one,) = estimate(changed, [backend], [sharding])
         one.fits = not one.refused and one.peak <= USABLE * workload.memory
         if one.fits and not any(each.estimate.fits for each in made):  # the recommended one
-            (one,) = estimate(
-                replace(changed, memory=workload.memory, chip=workload.chip), [backend], [sharding]
-            )
+            changed = replace(changed, memory=workload.memory, chip=workload.chip)
+            (one,) = estimate(changed, [backend], [sharding])
         made.append(Change(title, options, one))
-    return made
 
-
-def _candidates(workload: Workload, best: Estimate, level: str) -> Iterator[tuple]:
-    wider = replace(workload, batch=workload.batch or 1, memory=None, chip=None)
-    less = replace(wider, checkpointing=True)
-    release = {"backend": "msamp:O4", "gradient_release": True}
     if not workload.checkpointing:
-        yield (
+        add(
             "activation checkpointing",
             f"--backend {best.backend} --checkpointing",
-            less,
+            replace(wider, checkpointing=True),
             best.backend,
             best.sharding,
         )
     if not workload.model.lora:
-        options = "--backend msamp:O4"
-        yield "level O4", options, wider, {"backend": "msamp:O4"}, best.sharding
-        yield "O4, gradient release", f"{options} --gradient-release", wider, release, best.sharding
-        both = f"{options} --gradient-release --checkpointing"
-        yield "O4, release and checkpointing", both, less, release, best.sharding
-        shape = replace(workload.model, lora=LORA_RANK)
-        for title, base, options in (
-            ("LoRA", wider, ""),
-            ("LoRA and checkpointing", less, " --checkpointing"),
-        ):
-            tuned, options = (
-                replace(base, model=shape),
-                f"--lora {LORA_RANK}{options} --backend native:dynamic",
-            )
-            yield (
-                f"{title}, rank {LORA_RANK}, bf16 base",
-                options,
-                tuned,
-                "native:dynamic",
-                best.sharding,
-            )
-            frozen = {"backend": "native:dynamic", "fp8_params": True}
-            yield f"{title}, FP8 base", f"{options} --frozen-fp8", tuned, frozen, best.sharding
+        adapters = replace(workload.model, lora=LORA_RANK)
+        for title, options, backend in _SMALLER:
+            if best.sharding == "zero3" and isinstance(backend, dict):
+                continue
+            changed = wider
+            if "--lora" in options:
+                changed = replace(changed, model=adapters)
+            if "--checkpointing" in options:
+                changed = replace(changed, checkpointing=True)
+            add(title, options, changed, backend, best.sharding)
     kind = best.sharding if "fsdp2" in best.sharding or best.sharding == "hsdp" else "fsdp2"
-    backend = "bf16" if best.sharding.startswith("zero") else level
+    backend = best.backend if "msamp" in best.backend else "msamp:O2"
+    if best.sharding.startswith("zero"):
+        backend = "bf16"
     traced: dict = {}
-    least, devices = best.static / workload.memory / 2, workload.devices
+    devices = workload.devices
     while (devices := 2 * devices) <= MOST_DEVICES:
         more = replace(wider, devices=devices)
-        if devices <= least:
+        if devices <= best.static / workload.memory / 2:
             continue
         peak = estimate(more, [backend], [kind], traced=traced)[0].peak
         if peak <= USABLE * workload.memory or devices == MOST_DEVICES:
             options = f"--devices {devices} --sharding {kind} --backend {backend}"
-            yield f"{devices} devices", options, more, backend, kind
-            return
+            add(f"{devices} devices", options, more, backend, kind)
+            break
+    return made
 
 
-def answered(
-    workload: Workload, estimates: list[Estimate], smaller: list[Change]
-) -> list[tuple[str, str]]:
-    """Answer three questions, (question, answer) each: the fastest that fits, or the mildest change
-    that does."""
-    usable = USABLE * workload.memory / GIB
-    fitting = [each for each in estimates if each.fits]
-    known = [each for each in estimates if not each.refused]
-    least = min(known, key=lambda each: each.peak)
-    counts = f"{len(fitting)} of {len(known)} do"
-    fit = f"yes, {counts}" if fitting else "no"
-    fit += f": the least is {least.backend} with {_number(least.peak / GIB)} of {usable:.0f} usable GiB"
-    mild = [each for each in smaller if each.estimate.fits]
-    if not fitting and not mild:
-        return [("fits?", f"{fit}; and none of the changes below is enough")]
-    if not fitting:
-        fit += f"; with {mild[0].title} it needs {_number(mild[0].estimate.peak / GIB)}"
-    pool = fitting or [mild[0].estimate]
-    best = max(pool, key=lambda each: (each.tokens_per_second or 0, -each.peak))
-    answers = [("fits?", fit), ("speed?", _speed_of(best, workload))]
-    if best.backend in BASELINES:
-        recipe = f'mixed_precision="{best.backend}"'
-    else:
-        fields = "".join(f", {name}={value!r}" for name, value in best.fields.items())
-        recipe = f'mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend="{best.backend}"{fields})]'
-    return [*answers, ("recipe", f"Accelerator({recipe})")]
-
-
-def _speed_of(best: Estimate, workload: Workload) -> str:
-    if best.time is None:
-        return f"unknown: no public rates of this chip are known here; least memory that fits: {best.backend}"
-    time, (low, ratio, high) = best.time, best.speedup
-    text = (
-        f"{best.backend}: {_time(time.seconds)} a step ({_time(time.low)} to {_time(time.high)}), "
-    )
-    text += f"{best.tokens_per_second:,.0f} tokens/s a device"
-    if best.backend not in BASELINES:
-        text += f", {ratio:.2f} times bf16 ({low:.2f} to {high:.2f})"
-        chip, recipe = chips.PRODUCTS[workload.chip].rates, resolve(best.backend)
-        tokens = best.batch * workload.sequence
-        text += f"; {pays_from(recipe.compute, recipe.scaling, chip, tokens)}"
-    return f"{text}; rates: {time.source}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+_O4 = {"backend": "msamp:O4"}
+_RELEASED = {"backend": "msamp:O4", "gradient_release": True}
+_FROZEN = {"backend": "native:dynamic", "fp8_params": True}
+_LORA = f"--lora {LORA_RANK}"
+_SMALLER = (
+    ("level O4", "--backend msamp:O4", _O4),
+    ("O4, gradient release", "--backend msamp:O4 --gradient-release", _RELEASED),
+    (
+        "O4, release and checkpointing",
+        "--backend msamp:O4 --gradient-release --checkpointing",
+        _RELEASED,
+    ),
+    (
+        f"LoRA, rank {LORA_RANK}, bf16 base",
+        f"{_LORA} --backend native:dynamic",
+        "native:dynamic",
+    ),
+    ("LoRA, FP8 base", f"{_LORA} --backend native:dynamic --frozen-fp8", _FROZEN),
+    (
+        f"LoRA and checkpointing, rank {LORA_RANK}, bf16 base",
+        f"{_LORA} --checkpointing --backend native:dynamic",
+        "native:dynamic",
+    ),
+    (
+        "LoRA and checkpointing, FP8 base",
+        f"{_LORA} --checkpointing --backend native:dynamic --frozen-fp8",
+        _FROZEN,
+    ),
+)
+"""Changes of a full training: title, options and backend."""
 
 
 def device_named(name: str | None) -> Device:
@@ -517,83 +440,199 @@ _SHARDINGS = {
 }  # fmt: skip
 
 
-def text(
-    workload: Workload,
-    device: Device,
-    estimates: list[Estimate],
-    advice: Iterable[str] = (),
-    answer: Iterable[tuple[str, str]] = (),
-    smaller: Iterable[Change] = (),
-) -> str:
-    known = [each for each in estimates if not each.refused]
-    unit = next(unit for unit, size in _UNITS.items() if max(each.peak for each in known) >= size)
-    model = workload.model.title
-    if not model.endswith("parameters)"):
-        model += f": {readable_count(workload.model.parameters)} parameters"
-    parts = [paragraphs([("model", model), ("training", _training(workload, device)), *answer])]
-    for sharding in dict.fromkeys(each.sharding for each in estimates):
-        where = (
-            "the device"
-            if workload.devices == 1
-            else f"each of {workload.devices} devices, {_SHARDINGS.get(sharding, sharding)}"
-        )
-        group = [each for each in estimates if each.sharding == sharding]
-        parts.append(f"{unit} on {where}\n{_table(group, _UNITS[unit])}")
-        if any(each.time for each in group):
-            parts.append(
-                "time of a step, "
-                f"{'compiled' if workload.compiled else 'eager'}\n{table(_times(group))}"
-            )
-    if smaller:
-        rows = [(_fit_of(each.estimate), f"{each.title}: {each.options}") for each in smaller]
-        parts.append(f"peak with a change\n{paragraphs(rows)}")
-    moments = "; ".join(dict.fromkeys(each.peak_at for each in known))
-    legend = [
-        *(
-            (COLUMNS[name], meaning)
-            for name, meaning in _MEANINGS.items()
-            if _has_column(name, known)
-        ),
-        ("peak", f"the highest moment of a step ({moments})"),
-        *([("sent", "to other devices in a step")] if _has_column("sent", known) else []),
-        ("FP8", "share of the FLOPs of weight products"),
-        (
-            "fits",
-            f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and "
-            "fragmentation",
-        ),
-        ("largest", "parameters of this shape with more or fewer layers"),
-        ("batch", "the most samples at a time on a device"),
-        *(
-            [("/ bf16", "speed over bf16, with its interval")]
-            if any(each.time for each in known)
-            else []
-        ),
-        *(("note", note) for note in dict.fromkeys(note for each in known for note in each.notes)),
-        *(("advice", sentence) for sentence in advice),
-    ]
-    return "\n\n".join([*parts, paragraphs(legend)])
+@dataclass
+class Report:
+    """Print or draw the estimates of a workload on a device."""
+
+    workload: Workload
+    device: Device
+    estimates: list[Estimate]
+    advice: list[str] = field(default_factory=list)
+    smaller: list[Change] = field(default_factory=list)
+    simulations: dict[tuple[str, str], Simulation] = field(default_factory=dict)
+
+    @property
+    def known(self) -> list[Estimate]:
+        return [each for each in self.estimates if not each.refused]
+
+    def answers(self) -> list[tuple[str, str]]:
+        """Answer three questions, (question, answer) each: the fastest that fits, or the mildest
+        change that does."""
+        usable = USABLE * self.workload.memory / GIB
+        fitting = [each for each in self.estimates if each.fits]
+        least = min(self.known, key=lambda each: each.peak)
+        fit = f"yes, {len(fitting)} of {len(self.known)} do" if fitting else "no"
+        fit += f": the least is {least.backend} with {_number(least.peak / GIB)} of {usable:.0f} usable GiB"
+        if not fitting:
+            mild = [each for each in self.smaller if each.estimate.fits]
+            if not mild:
+                return [("fits?", f"{fit}; and none of the changes below is enough")]
+            fit += f"; with {mild[0].title} it needs {_number(mild[0].estimate.peak / GIB)}"
+            fitting = [mild[0].estimate]
+        best = max(fitting, key=lambda each: (each.tokens_per_second or 0, -each.peak))
+        recipe = f'mixed_precision="{best.backend}"'
+        if best.backend not in BASELINES:
+            fields = "".join(f", {name}={value!r}" for name, value in best.fields.items())
+            recipe = f'mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend="{best.backend}"{fields})]'
+        return [("fits?", fit), ("speed?", self._speed(best)), ("recipe", f"Accelerator({recipe})")]
+
+    def _speed(self, best: Estimate) -> str:
+        if best.time is None:
+            return f"unknown: no public rates of this chip are known here; least memory that fits: {best.backend}"
+        time, (low, ratio, high) = best.time, best.speedup
+        text = f"{best.backend}: {_time(time.seconds)} a step ({_time(time.low)} to {_time(time.high)}), "
+        text += f"{best.tokens_per_second:,.0f} tokens/s a device"
+        if best.backend not in BASELINES:
+            text += f", {ratio:.2f} times bf16 ({low:.2f} to {high:.2f})"
+            chip = chips.PRODUCTS[self.workload.chip].rates
+            recipe = resolve(best.backend)
+            tokens = best.batch * self.workload.sequence
+            text += f"; {pays_from(recipe.compute, recipe.scaling, chip, tokens)}"
+        return f"{text}; rates: {time.source}"
+
+    def training(self) -> str:
+        """Describe the training in a line."""
+        workload = self.workload
+        model = self.workload.model
+        weights = "bf16 weights"
+        if model.lora:
+            weights = f"LoRA of rank {model.lora} in FP32 on a frozen bf16 model"
+        elif workload.weights == "fp32":
+            weights = "FP32 weights under bf16 autocast"
+        samples = "the most that fit"
+        if workload.batch:
+            samples = model.samples(workload.batch, workload.sequence)
+        end = ", activation checkpointing" if workload.checkpointing else ""
+        return f"{workload.devices} x {self.device.title}; on each {samples}; {weights}, fused AdamW{end}"
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("batch", "sequence", "checkpointing", "weights", "devices")
+        return {
+            "model": self.workload.model.title,
+            "parameters": self.workload.model.parameters,
+            "device": self.device._asdict(),
+            "settings": {name: getattr(self.workload, name) for name in names},
+            "estimates": [each.to_dict() for each in self.estimates],
+            "changes": [
+                {**each._asdict(), "estimate": each.estimate.to_dict()} for each in self.smaller
+            ],
+            "answer": dict(self.answers()),
+            "simulations": [
+                {
+                    "backend": backend,
+                    "sharding": sharding,
+                    "peak": one.peak,
+                    "sent": one.sent,
+                    "peaks": one.peaks,
+                    "collectives": {
+                        " ".join(key): each._asdict() for key, each in one.traffic.items()
+                    },
+                }
+                for (backend, sharding), one in self.simulations.items()
+            ],
+            "advice": self.advice,
+        }
+
+    def __str__(self) -> str:
+        known = self.known
+        workload = self.workload
+        most = max(each.peak for each in known)
+        unit, size = next((unit, size) for unit, size in _UNITS.items() if most >= size)
+        model = workload.model.title
+        if not model.endswith("parameters)"):
+            model += f": {readable_count(workload.model.parameters)} parameters"
+        head = [("model", model), ("training", self.training()), *self.answers()]
+        parts = [paragraphs(head)]
+        for sharding in dict.fromkeys(each.sharding for each in self.estimates):
+            where = "the device"
+            if workload.devices > 1:
+                where = f"each of {workload.devices} devices, {_SHARDINGS.get(sharding, sharding)}"
+            group = [each for each in self.estimates if each.sharding == sharding]
+            parts.append(f"{unit} on {where}\n{_table(group, size)}")
+            if any(each.time for each in group):
+                form = "compiled" if workload.compiled else "eager"
+                parts.append(f"time of a step, {form}\n{table(_times(group))}")
+        if self.smaller:
+            rows = [
+                (_fit_of(each.estimate), f"{each.title}: {each.options}") for each in self.smaller
+            ]
+            parts.append(f"peak with a change\n{paragraphs(rows)}")
+        parts.append(paragraphs(self._legend()))
+        if self.simulations:
+            parts.append(f"simulated step of rank 0, in GiB\n{table(self._traffic())}")
+        return "\n\n".join(parts)
+
+    def _legend(self) -> Iterator[tuple[str, str]]:
+        known = self.known
+        for name, meaning in _MEANINGS.items():
+            if _has_column(name, known):
+                yield COLUMNS[name], meaning
+        moments = "; ".join(dict.fromkeys(each.peak_at for each in known))
+        yield "peak", f"the highest moment of a step ({moments})"
+        if _has_column("sent", known):
+            yield "sent", "to other devices in a step"
+        yield from _LEGEND
+        if any(each.time for each in known):
+            yield "/ bf16", "speed over bf16, with its interval"
+        for note in dict.fromkeys(note for each in known for note in each.notes):
+            yield "note", note
+        for sentence in self.advice:
+            yield "advice", sentence
+
+    def _traffic(self) -> list[list[str]]:
+        rows = ["backend sharding peak sent collective among ranks calls GiB".split()]
+        for (backend, sharding), one in self.simulations.items():
+            head = [backend, sharding, _number(one.peak / GIB), _number(one.sent / GIB)]
+            for (dimension, kind), each in one.traffic.items():
+                size = _number(each.bytes / GIB)
+                rows.append([*head, kind, dimension, str(each.ranks), f"{each.calls:.0f}", size])
+                head = [""] * len(head)
+        return rows
+
+    def page(self) -> str:
+        known = self.known
+        timed = [each for each in known if each.time]
+        colors = {each.backend: f"var(--c{i % page.COLORS + 1})" for i, each in enumerate(known)}
+
+        def bars(title: str, values: Iterable[tuple[Estimate, float, str]]) -> str:
+            where = "" if self.workload.devices == 1 else ", {}"
+            rows = [
+                (e.backend + where.format(e.sharding), colors[e.backend], value, label)
+                for e, value, label in values
+            ]
+            return page.bars(rows, title)
+
+        mood = "good" if any(each.fits for each in known) else "bad"
+        headline, *details = (" ".join(answer) for answer in self.answers())
+        head, *rows = [[page.signed(cell) for cell in row] for row in _times(timed)]
+        peaks = ((e, e.peak, f"{_number(e.peak / GIB)} GiB") for e in known)
+        seconds = ((e, e.time.seconds, _time(e.time.seconds)) for e in timed)
+        sections = {
+            "Peak memory of a device": bars("GiB", peaks),
+            "Time of a step": bars("seconds", seconds),
+            "Its parts": page.table(head, rows) if timed else "",
+        }
+        facts = [self.workload.model.title, self.training()]
+        verdict = Verdict(mood, headline, details)
+        return page.page("A training, estimated", facts, verdict, [], sections)
+
+
+_LEGEND = (
+    ("FP8", "share of the FLOPs of weight products"),
+    (
+        "fits",
+        f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and "
+        "fragmentation",
+    ),
+    ("largest", "parameters of this shape with more or fewer layers"),
+    ("batch", "the most samples at a time on a device"),
+)
 
 
 def _fit_of(one: Estimate) -> str:
-    return (
-        "refused"
-        if one.refused
-        else f"{_number(one.peak / GIB):>4} GiB {'fits' if one.fits else 'no'} "
-    )
-
-
-def _training(workload: Workload, device: Device) -> str:
-    weights = "FP32 weights under bf16 autocast" if workload.weights == "fp32" else "bf16 weights"
-    if workload.model.lora:
-        weights = f"LoRA of rank {workload.model.lora} in FP32 on a frozen bf16 model"
-    samples = (
-        workload.model.samples(workload.batch, workload.sequence)
-        if workload.batch
-        else "the most that fit"
-    )
-    end = ", fused AdamW" + (", activation checkpointing" if workload.checkpointing else "")
-    return f"{workload.devices} x {device.title}; on each {samples}; {weights}{end}"
+    if one.refused:
+        return "refused"
+    return f"{_number(one.peak / GIB):>4} GiB {'fits' if one.fits else 'no'} "
 
 
 def _times(group: Iterable[Estimate]) -> list[list[str]]:
@@ -607,58 +646,16 @@ def _times(group: Iterable[Estimate]) -> list[list[str]]:
     rows = [["", "seconds", "between", "tokens/s", "/ bf16", "between", *parts]]
     for each in timed:
         time, (low, ratio, high) = each.time, each.speedup
-        interval = "" if each.backend in BASELINES else f"{low:.2f}-{high:.2f}"
-        numbers = [f"{time.seconds:.3g}", f"{time.low:.2g}-{time.high:.2g}"]
-        shares = [share(time.parts[name] / time.seconds) for name in parts]
-        rows.append(
-            [
-                each.backend,
-                *numbers,
-                f"{each.tokens_per_second:,.0f}",
-                f"{ratio:.2f}",
-                interval,
-                *shares,
-            ]
-        )
-    return rows
-
-
-def _page(
-    workload: Workload, device: Device, estimates: list[Estimate], answer: list[tuple[str, str]]
-) -> str:
-    known = [each for each in estimates if not each.refused]
-    colors = {each.backend: f"var(--c{i % page.COLORS + 1})" for i, each in enumerate(known)}
-
-    def bars(title: str, values: Iterable[tuple[Estimate, float, str]]) -> str:
-        where = "" if workload.devices == 1 else ", {}"
-        rows = [
-            (e.backend + where.format(e.sharding), colors[e.backend], value, label)
-            for e, value, label in values
+        row = [
+            each.backend,
+            f"{time.seconds:.3g}",
+            f"{time.low:.2g}-{time.high:.2g}",
+            f"{each.tokens_per_second:,.0f}",
+            f"{ratio:.2f}",
+            "" if each.backend in BASELINES else f"{low:.2f}-{high:.2f}",
         ]
-        return page.bars(rows, title)
-
-    mood = "good" if any(each.fits for each in known) else "bad"
-    verdict = Verdict(
-        mood, f"{answer[0][0]} {answer[0][1]}", [f"{name} {text}" for name, text in answer[1:]]
-    )
-    timed = [each for each in known if each.time]
-    cells = [[page.signed(cell) for cell in row] for row in _times(timed)]
-    sections = {
-        "Peak memory of a device": bars(
-            "GiB", ((e, e.peak, f"{_number(e.peak / GIB)} GiB") for e in known)
-        ),
-        "Time of a step": bars(
-            "seconds", ((e, e.time.seconds, _time(e.time.seconds)) for e in timed)
-        ),
-        "Its parts": page.table(cells[0], cells[1:]) if timed else "",
-    }
-    return page.page(
-        "A training, estimated",
-        [workload.model.title, _training(workload, device)],
-        verdict,
-        [],
-        sections,
-    )
+        rows.append(row + [share(time.parts[name] / time.seconds) for name in parts])
+    return rows
 
 
 def _table(group: list[Estimate], size: int) -> str:
@@ -666,20 +663,13 @@ def _table(group: list[Estimate], size: int) -> str:
     columns = [name for name in COLUMNS if _has_column(name, known)]
     rows = [["", *(COLUMNS[name] for name in columns), "FP8", "fits", "largest", "batch"]]
     for each in known:
-        fits = {True: "yes", False: "no", None: "?"}[each.fits]
-        count = each.largest_parameters
-        largest = "?" if count is None else readable_count(count) if each.largest_layers else "none"
+        largest = "?"
+        if each.largest_parameters is not None:
+            largest = readable_count(each.largest_parameters) if each.largest_layers else "none"
         numbers = [_number(getattr(each, name) / size) for name in columns]
-        rows.append(
-            [
-                each.backend,
-                *numbers,
-                share(each.flops_share),
-                fits,
-                largest,
-                str(each.largest_batch),
-            ]
-        )
+        fits = {True: "yes", False: "no", None: "?"}[each.fits]
+        row = [each.backend, *numbers, share(each.flops_share), fits, largest]
+        rows.append([*row, str(each.largest_batch)])
     refused = [
         (f"{each.backend}:", each.refused.removeprefix(f"{each.backend}: "))
         for each in group
@@ -698,4 +688,10 @@ def _has_column(name: str, estimates: Iterable[Estimate]) -> bool:
 def _number(value: float) -> str:
     if value == 0:
         return "-"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -9,6 +9,7 @@ the costs of one of several ranks.
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -18,6 +19,7 @@ import torch
 
 from ...comm.two_shot import BLOCK
 from ...compute import chips
+from ...compute.chips import Rates
 from ...compute.fields import check_known, parsed, whole_number
 from ...compute.frozen_weights import SHARDED
 from ...compute.registry import compute_of
@@ -28,8 +30,8 @@ from ...states.levels import WEIGHT
 from ...words import shown
 from ..terminal import FEATURES
 from .model_shapes import SHORT, ModelShape
-from .step_time import DEVICES_OF_A_MACHINE, StepTime, StepWork, speedup, step_time
-from .step_trace import FLOWS, PARTS, Bytes, StepSettings, StepTrace, trace_step
+from .step_time import DEVICES_OF_A_MACHINE, StepTime, StepWork, step_time
+from .step_trace import PARTS, Bytes, StepSettings, StepTrace, trace_step
 
 WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
 
@@ -171,7 +173,7 @@ def estimate(
     for sharding in shardings:
         for name, recipe, fields in recipes:
             on_backend(name)
-            estimates.append(_estimate(workload, name, recipe, sharding, layouts[sharding], traced))
+            estimates.append(_estimate(workload, name, recipe, layouts[sharding], traced))
             estimates[-1].fields = fields
     if estimates and all(each.refused for each in estimates):
         raise FP8BackendError("; ".join(dict.fromkeys(each.refused for each in estimates)))
@@ -184,10 +186,8 @@ def named(backend: Any) -> tuple[str, Recipe | None, dict[str, Any]]:
     baseline = str(backend).lower()
     if baseline in BASELINES:
         return baseline, None, {}
-    recipe, given = (
-        resolve(backend),
-        backend if isinstance(backend, Mapping) else {"backend": backend},
-    )
+    recipe = resolve(backend)
+    given = backend if isinstance(backend, Mapping) else {"backend": backend}
     if names_file(file := given.get("backend")):
         return file, recipe, {name: value for name, value in given.items() if name != "backend"}
     of_string = ("backend", "scaling", "opt_level")
@@ -198,117 +198,127 @@ def named(backend: Any) -> tuple[str, Recipe | None, dict[str, Any]]:
     )
 
 
+@dataclass
+class _Case:
+    """One backend under one layout, for models of any depth and batch."""
+
+    workload: Workload
+    layout: Layout
+    recipe: Recipe | None
+    growth: Growth
+
+    def rank(self, layers: int, batch: int) -> Rank:
+        return Rank(self.layout.split(self.growth, layers, batch), self.layout, self.recipe)
+
+    def fits(self, layers: int, batch: int) -> bool:
+        return highest(self.rank(layers, batch).step())[1] <= USABLE * self.workload.memory
+
+    @classmethod
+    def traced(
+        cls, workload: Workload, layout: Layout, backend: str, recipe: Recipe | None, traced: dict
+    ) -> _Case:
+        """Trace a backend's steps, or take them from `traced`: shardings share them."""
+        is_te = recipe is not None and recipe.compute == "te"
+        releases = recipe is not None and recipe.gradient_release
+        key = (
+            backend,
+            repr(recipe),
+            layout.kind in DEEPSPEED,
+            is_te and layout.kind == "fsdp2",
+            releases and layout.kind == "ddp",
+        )
+        if key not in traced:
+            traced[key] = Growth.traced(workload, recipe, layout.kind, backend)
+        return cls(workload, layout, recipe, traced[key])
+
+
 def _estimate(
-    workload: Workload,
-    backend: str,
-    recipe: Recipe | None,
-    sharding: str,
-    layout: Layout,
-    traced: dict,
+    workload: Workload, backend: str, recipe: Recipe | None, layout: Layout, traced: dict
 ) -> Estimate:
-    """Estimate one backend under one sharding. `traced` holds the traces so far, which shardings
-    share."""
-    result = Estimate(backend, sharding, workload.devices)
+    result = Estimate(backend, layout.sharding, workload.devices)
     if layout.kind in DEEPSPEED and recipe is not None and recipe.level != "O0":
         if layout.kind == "zero3":
             result.refused = (
                 f"level {recipe.level} goes with ZeRO-1, ZeRO-2, DDP and FSDP2, not with ZeRO-3"
             )
             return result
-        layout, recipe = replace(layout, kind="ddp"), recipe.replace(shard_states=True)
-    if getattr(recipe, "fp8_params", False) and (
-        layout.tensor > 1 or layout.kind in ("fsdp2", "zero3")
-    ):
+        layout = replace(layout, kind="ddp")
+        recipe = recipe.replace(shard_states=True)
+    shards_weights = layout.tensor > 1 or layout.kind in ("fsdp2", "zero3")
+    if shards_weights and recipe is not None and recipe.fp8_params:
         result.refused = str(SHARDED)
         return result
-
-    def growth_of(recipe: Recipe | None, backend: str) -> Growth:
-        is_te, releases = (
-            getattr(recipe, "compute", "") == "te",
-            getattr(recipe, "gradient_release", False),
-        )
-        kind = (
-            layout.kind in DEEPSPEED,
-            is_te and layout.kind == "fsdp2",
-            releases and layout.kind == "ddp",
-        )
-        key = (backend, repr(recipe), *kind)
-        traced[key] = traced.get(key) or Growth.traced(workload, recipe, layout.kind, backend)
-        return traced[key]
-
     try:
-        growth = growth_of(recipe, backend)
-        layout.check(growth)
+        case = _Case.traced(workload, layout, backend, recipe, traced)
+        layout.check(case.growth)
     except FP8BackendError as error:
         result.refused = str(error).split("\n")[0]
         return result
-
-    def rank_of(growth: Growth, recipe: Recipe | None, layers: int, batch: int) -> Rank:
-        return Rank(
-            layout.split(growth, layers, batch), layout.kind, layout.ranks, recipe, layout.shards
-        )
-
-    def fits(layers: int, batch: int) -> bool:
-        return highest(rank_of(growth, recipe, layers, batch).step())[1] <= USABLE * workload.memory
-
-    for name, setting in FEATURES.items() if recipe is not None else ():
-        if (value := getattr(recipe, name)) != setting.default:
-            result.notes.append(f"{name}={value!r}, of the backends in FP8")
-    if getattr(recipe, "compute", "") == "te":
-        result.notes.append(
-            "te: as its native equivalent, with the second copy of the weights' codes that it keeps"
-        )
+    if recipe is not None:
+        for name, setting in FEATURES.items():
+            if (value := getattr(recipe, name)) != setting.default:
+                result.notes.append(f"{name}={value!r}, of the backends in FP8")
+        if recipe.compute == "te":
+            result.notes.append(
+                "te: as its native equivalent, with the second copy of the weights' codes that it "
+                "keeps"
+            )
     if workload.devices > 1:
-        note = "figures are those without tensor parallelism: each device has whole layers, or gathers them"
-        result.notes.append(layout.note or note)
+        result.notes.append(layout.note)
     layers = workload.model.layers
-    batch = workload.batch or max(1, _largest(lambda count: fits(layers, count)))
-    result.batch, rank = batch, rank_of(growth, recipe, layers, batch)
+    batch = workload.batch or max(1, _largest(lambda count: case.fits(layers, count)))
+    rank = case.rank(layers, batch)
     trace = rank.step()
+    result.batch = batch
     for part in (WEIGHTS, MASTER, STATES, BUFFERS):
         setattr(result, part, trace.resting[part])
-    result.gradients, result.sent = trace.saved[GRADIENTS], rank.sent_bytes()
-    result.copies, result.activations = (
-        trace.saved[COPIES] + trace.saved[CODES],
-        trace.saved[ACTIVATIONS],
-    )
+    result.gradients = trace.saved[GRADIENTS]
+    result.sent = rank.sent_bytes()
+    result.copies = trace.saved[COPIES] + trace.saved[CODES]
+    result.activations = trace.saved[ACTIVATIONS]
     result.peak_at, result.peak = highest(trace)
     result.flops_share = trace.sizes["flops_fp8"] / (trace.sizes["flops"] or 1)
-    result.parameters = growth.at(layers, batch).sizes["parameters"]
-    product = chips.PRODUCTS.get(workload.chip)
-    rates, cell = product and product.rates, None
-    if rates is not None and recipe is not None:
-        cell = chips.cell_of(f"{recipe.compute}:{recipe.scaling}", product.chip)
-    if cell is not None and cell.state != chips.FP8:
-        result.notes.append(
-            f"{backend}: its FP8 products are {cell.state} on this chip, so it has no time"
-        )
-    elif recipe is not None and (recipe.gradient_formats or len(recipe.recipes) > 1):
-        result.notes.append(
-            f"{backend}: several scaling rules or gradient formats in one model have no time"
-        )
+    result.parameters = case.growth.at(layers, batch).sizes["parameters"]
+    rates, obstacle = _rates_of(workload, recipe)
+    if obstacle:
+        result.notes.append(f"{backend}: {obstacle}")
     elif rates is not None and backend not in ("fp16", "fp32"):
-        plain = rank_of(growth_of(None, "bf16"), None, layers, batch)
+        plain = _Case.traced(workload, layout, "bf16", None, traced).rank(layers, batch)
         waits = layout.waiting_bytes(workload, layers, batch)
         works = [each.work(plain.trace.sizes, batch, waits) for each in (rank, plain)]
-        result.time = step_time(works[0], recipe, rates, workload.compiled)
-        result.speedup = speedup(works[0], recipe, works[1], rates, workload.compiled)
+        result.time, result.speedup = step_time(*works, recipe, rates, workload.compiled)
         result.tokens_per_second = batch * workload.sequence / result.time.seconds / layout.tensor
     if workload.memory is not None:
-        result.fits, result.largest_batch = (
-            fits(layers, batch),
-            _largest(lambda count: fits(layers, count)),
-        )
-        if growth.deeper is not growth.first:
-            result.largest_layers = _largest(lambda count: fits(count, batch))
-            result.largest_parameters = growth.at(result.largest_layers, batch).sizes["parameters"]
+        result.fits = case.fits(layers, batch)
+        result.largest_batch = _largest(lambda count: case.fits(layers, count))
+        if case.growth.deeper is not case.growth.first:
+            result.largest_layers = _largest(lambda count: case.fits(count, batch))
+            largest = case.growth.at(result.largest_layers, batch)
+            result.largest_parameters = largest.sizes["parameters"]
     return result
+
+
+def _rates_of(workload: Workload, recipe: Recipe | None) -> tuple[Rates | None, str]:
+    """Return the rates of the chip, if known, and the reason for no time of this recipe."""
+    product = chips.PRODUCTS.get(workload.chip)
+    if product is None:
+        return None, ""
+    if recipe is not None and product.rates is not None:
+        cell = chips.cell_of(f"{recipe.compute}:{recipe.scaling}", product.chip)
+        if cell is not None and cell.state != chips.FP8:
+            return None, f"its FP8 products are {cell.state} on this chip, so it has no time"
+    if recipe is not None and (recipe.gradient_formats or len(recipe.recipes) > 1):
+        reason = "several scaling rules or gradient formats in one model have no time"
+        return None, reason
+    return product.rates, ""
 
 
 @dataclass(frozen=True)
 class Layout:
     """A sharding of a number of devices."""
 
+    sharding: str
+    """As given."""
     kind: str
     """One of SHARDINGS, with FSDP2 for `hsdp`."""
     tensor: int
@@ -331,12 +341,18 @@ class Layout:
             )
         ranks = devices // tensor
         shards = min(ranks, max(1, DEVICES_OF_A_MACHINE // tensor)) if kind == "hsdp" else ranks
-        return cls("fsdp2" if kind == "hsdp" else kind, tensor, ranks, shards)
+        if kind == "hsdp":
+            kind = "fsdp2"
+        return cls(sharding, kind, tensor, ranks, shards)
 
     @property
     def note(self) -> str:
-        text = f"tp:{self.tensor}: blocks split between devices; embedding, head and residual stream are whole on each"
-        return text if self.tensor > 1 else ""
+        if self.tensor > 1:
+            return (
+                f"tp:{self.tensor}: blocks split between devices; embedding, head and residual "
+                "stream are whole on each"
+            )
+        return "figures are those without tensor parallelism: each device has whole layers, or gathers them"
 
     def check(self, growth: Growth) -> None:
         """Raise `FP8BackendError` if tensor parallelism has no blocks to split."""
@@ -349,41 +365,34 @@ class Layout:
         whole = growth.at(layers, batch)
         if self.tensor == 1:
             return whole
-        outside, ways = growth.at(0, batch), self.tensor
+        outside = growth.at(0, batch)
+        ways = self.tensor
         sides = [
             (count * min(k, n), count * (k + n))
-            for (kind, _, k, n, _), count in whole.products.items()
+            for (_, _, k, n, _), count in whole.products.items()
         ]
         # the residual stream's side
         kept = sum(each for each, _ in sides) / sum(each for _, each in sides)
         shares = dict.fromkeys((ACTIVATIONS, "moved", "packed"), kept + (1 - kept) / ways)
         shares |= dict.fromkeys(("calls", "weight_width", "trained_width"), 1.0)
 
-        def divided(parts: Bytes, rest: Bytes) -> Bytes:
-            return {
-                name: rest[name] + (v - rest[name]) * shares.get(name, 1 / ways)
-                for name, v in parts.items()
-            }
+        def divided(name: Any, all_blocks: float, rest: float) -> float:
+            return rest + (all_blocks - rest) * shares.get(name, 1 / ways)
 
-        names = ("resting", "sizes", "saved")
-        parts = {name: divided(getattr(whole, name), getattr(outside, name)) for name in names}
-        parts["sizes"] |= {name: whole.sizes[name] / ways for name in ("block", "block_scaled")}
-        peaks = {
-            region: divided(values, outside.peaks[region]) for region, values in whole.peaks.items()
-        }
-        products: dict[tuple, float] = {}
+        trace = whole.combined(divided, outside)
+        trace.sizes |= {name: whole.sizes[name] / ways for name in ("block", "block_scaled")}
+        trace.products = defaultdict(float)
         for key, count in whole.products.items():
-            (kind, rows, k, n, in_fp8), rest = key, outside.products.get(key, 0)
-            narrow = (
-                (kind, rows, k, n / ways, in_fp8) if k <= n else (kind, rows, k / ways, n, in_fp8)
-            )
-            for shape, number in ((key, rest), (narrow, count - rest)):
-                products[shape] = products.get(shape, 0) + number
-        return StepTrace(
-            **parts,
-            peaks=peaks,
-            products={key: count for key, count in products.items() if count > 1e-9},
-        )
+            kind, rows, k, n, in_fp8 = key
+            rest = outside.products[key]
+            trace.products[key] += rest
+            # the longer side of a weight is the divided one
+            narrow = (kind, rows, k, n / ways, in_fp8)
+            if k > n:
+                narrow = (kind, rows, k / ways, n, in_fp8)
+            trace.products[narrow] += count - rest
+        trace.products = {key: count for key, count in trace.products.items() if count > 1e-9}
+        return trace
 
     def waiting_bytes(self, workload: Workload, layers: int, batch: int) -> float:
         """Return the bytes of sums over tensor-parallel devices: two a layer forward, and two
@@ -427,25 +436,15 @@ class Growth:
         proportional to it.
         """
 
-        def grown(first: Bytes, deeper: Bytes, wider: Bytes) -> Bytes:
-            numbers = {}
-            for part, value in first.items():
-                by_layer = (deeper[part] - value) * (
-                    batch / self.batch if part == ACTIVATIONS else 1
-                )
-                by_sample = (wider[part] - value) / self.batch
-                numbers[part] = (
-                    value + (layers - self.layers) * by_layer + (batch - self.batch) * by_sample
-                )
-            return numbers
+        def grown(name: Any, first: float, deeper: float, wider: float) -> float:
+            by_layer = deeper - first
+            if name == ACTIVATIONS:
+                by_layer *= batch / self.batch
+            by_sample = (wider - first) / self.batch
+            return first + (layers - self.layers) * by_layer + (batch - self.batch) * by_sample
 
-        traces = (self.first, self.deeper, self.first if batch == self.batch else self.wider())
-        names = ("resting", "sizes", "saved", "products")
-        parts = {name: grown(*(getattr(trace, name) for trace in traces)) for name in names}
-        peaks = {
-            region: grown(*(trace.peaks[region] for trace in traces)) for region in self.first.peaks
-        }
-        return StepTrace(**parts, peaks=peaks)
+        wider = self.first if batch == self.batch else self.wider()
+        return self.first.combined(grown, self.deeper, wider)
 
     @classmethod
     def traced(
@@ -453,7 +452,8 @@ class Growth:
     ) -> Growth:
         """Trace a model with few layers if its layers are alike, and with twice the batch once
         another one is asked."""
-        batch, model = workload.batch or 1, workload.model
+        batch = workload.batch or 1
+        model = workload.model
         trace = partial(trace_model, workload, recipe, sharding, backend)
         short = model.with_layers(SHORT) if model.grows_evenly else model
         first = trace(short, batch)
@@ -473,7 +473,8 @@ def trace_model(
     autocast = BASELINES[backend if recipe is None else recipe.autocast_dtype]
     dtype = torch.float32 if workload.weights == "fp32" else torch.bfloat16
     if sharding in DEEPSPEED:  # holds the model in bf16
-        dtype, autocast = torch.bfloat16, None
+        dtype = torch.bfloat16
+        autocast = None
     settings = StepSettings(
         recipe=recipe,
         autocast=autocast,
@@ -532,7 +533,8 @@ DDP_BUCKET = 25 * 2**20
 """DDP's `bucket_cap_mb`, in bytes."""
 ZERO_BUCKET = 5e8
 """DeepSpeed's `reduce_bucket_size` and `allgather_bucket_size`, in elements."""
-HALF, SINGLE = 2, 4
+HALF = 2
+SINGLE = 4
 """Bytes of an element."""
 GATHERED = 2
 """Blocks with whole parameters on a rank at a time: the current one and the next."""
@@ -542,15 +544,11 @@ class Rank:
     """One of `ranks` ranks, each with the traced batch (for DeepSpeed with bf16 weights and no
     autocast)."""
 
-    def __init__(
-        self,
-        trace: StepTrace,
-        sharding: str,
-        ranks: int,
-        recipe: Recipe | None,
-        shards: int | None = None,
-    ) -> None:
-        self.trace, self.sharding, self.ranks, self.shards = trace, sharding, ranks, shards or ranks
+    def __init__(self, trace: StepTrace, layout: Layout, recipe: Recipe | None) -> None:
+        self.trace = trace
+        self.sharding = layout.kind
+        self.ranks = layout.ranks
+        self.shards = layout.shards
         self.shares_states = recipe is not None and recipe.shares_states
         self.sends_fp8 = recipe is not None and recipe.comm == "fp8"
         self.scaled_width = (
@@ -567,7 +565,9 @@ class Rank:
         )
 
     def _holds(self, parts: Bytes) -> Bytes:
-        parts, sizes, ranks = dict(parts), self.trace.sizes, self.shards
+        parts = dict(parts)
+        sizes = self.trace.sizes
+        ranks = self.shards
         if self.sharding == "ddp":
             if ranks > 1 and BUFFERS in parts:
                 parts[BUFFERS] += sizes["plain_gradients"]  # DDP's buckets
@@ -590,7 +590,8 @@ class Rank:
 
     def _holds_in(self, region: str, parts: Bytes) -> Bytes:
         """Return this rank's bytes at a moment of the step, including temporary ones."""
-        sizes, held = self.trace.sizes, self._holds(parts)
+        sizes = self.trace.sizes
+        held = self._holds(parts)
         if region == "step":
             if self.sharding in DEEPSPEED:
                 held[GRADIENTS] += held[MASTER]  # the gradient of this rank's part, in FP32
@@ -625,35 +626,38 @@ class Rank:
 
     def work(self, plain: dict[str, float], batch: int, waits: float) -> StepWork:
         """Return this rank's work in a step; `plain` has the flows of the same step in bf16."""
-        sizes, owned = (
-            self.trace.sizes,
-            1 / self.shards if self.sharding in ("fsdp2", *DEEPSPEED) else 1,
+        sizes = self.trace.sizes
+        owned = 1.0
+        if self.sharding in ("fsdp2", *DEEPSPEED):
+            owned /= self.shards
+        scaled = owned * sizes["scaled"]
+        if self.sharding == "ddp" and self.shares_states:
+            scaled /= self.ranks
+        width = self.scaled_width or int(sizes["weight_width"])
+        if not self.scaled_width and self.sharding in ("fsdp2", "zero3"):
+            width = HALF
+        return StepWork(
+            products=self.trace.products,
+            flows=plain,
+            batch=batch,
+            trained=owned * (sizes["trained"] - sizes["scaled"]) + scaled,
+            scaled=scaled,
+            weight_bytes=width,
+            sent=self.sent_bytes(),
+            waits=waits,
+            devices=self.ranks,
+            packed=sizes["packed"] * batch,
+            trained_bytes=int(sizes["trained_width"]),
         )
-        scaled = owned / self.ranks if self.sharding == "ddp" and self.shares_states else owned
-        trained = owned * (sizes["trained"] - sizes["scaled"]) + scaled * sizes["scaled"]
-        width = self.scaled_width or (
-            HALF if self.sharding in ("fsdp2", "zero3") else int(sizes["weight_width"])
-        )
-        sent, flows = self.sent_bytes(), {name: plain[name] for name in FLOWS}
-        parts = (
-            self.trace.products,
-            flows,
-            batch,
-            trained,
-            scaled * sizes["scaled"],
-            width,
-            sent,
-            waits,
-            self.ranks,
-        )
-        return StepWork(*parts, sizes["packed"] * batch, int(sizes["trained_width"]))
 
     def sent_bytes(self) -> float:
         """Return the bytes that the rank sends to others in one step without accumulation."""
         if self.ranks == 1 or self.sharding == "none":
             return 0.0
-        sizes, share = self.trace.sizes, (self.shards - 1) / self.shards
-        scaled, trained = sizes["scaled"], sizes["trained"]
+        sizes = self.trace.sizes
+        share = (self.shards - 1) / self.shards
+        scaled = sizes["scaled"]
+        trained = sizes["trained"]
         states = 2 * share * SINGLE * sizes["scaling_states"]
         if self.sharding == "ddp":
             if self.sends_fp8 and not scaled:  # DDP's communication hook takes all
@@ -670,7 +674,8 @@ class Rank:
             weights = width * narrow + HALF * (sizes["parameters"] - narrow)
             # in backward; parameters outside the blocks stay gathered
             again = weights - HALF * sizes["outside"]
-            width, replicas = FP8_MESSAGE if self.sends_fp8 else HALF, self.ranks / self.shards
+            width = FP8_MESSAGE if self.sends_fp8 else HALF
+            replicas = self.ranks / self.shards
             # sums of shards over the machines
             between = 2 * (1 - 1 / replicas) * trained * width / self.shards
             return states + share * (weights + again + trained * width) + between

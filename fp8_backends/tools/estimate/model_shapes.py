@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ...errors import FP8BackendError
 from ...words import counted, first_line, shortened
 
-_TOKENS, _IMAGES, _SPECTROGRAMS = "input_ids", "pixel_values", "input_features"
+_TOKENS = "input_ids"
+_IMAGES = "pixel_values"
+_SPECTROGRAMS = "input_features"
 _WITH_LOSS = {
     _TOKENS: (
         *(
@@ -118,17 +120,17 @@ class ModelShape:
     def make_batch(self, batch: int, sequence: int) -> dict[str, torch.Tensor]:
         """Return the arguments of the forward, all zeros: token ids, images or spectrograms, with
         labels."""
-        model_class, config = _model_class(self.config), self.config
+        model_class = _model_class(self.config)
+        config = self.config
         is_classifier = model_class.__name__.endswith("Classification")
         labels = torch.zeros((batch,) if is_classifier else (batch, sequence), dtype=torch.long)
         first = model_class.main_input_name
         if first == _TOKENS:
             return {first: torch.zeros(batch, sequence, dtype=torch.long), "labels": labels}
-        shape = (
-            (config.num_channels, *self._image)
-            if first == _IMAGES
-            else (config.num_mel_bins, self._frames)
-        )
+        if first == _IMAGES:
+            shape = (config.num_channels, *self._image)
+        else:
+            shape = (config.num_mel_bins, self._frames)
         return {first: torch.zeros(batch, *shape), "labels": labels}
 
     def samples(self, batch: int, sequence: int) -> str:
@@ -257,19 +259,15 @@ def from_parameters(count: float) -> ModelShape:
     vocabulary, step = (128256, 256) if count >= LARGE else (32000, 64)
 
     def sized(hidden: int) -> tuple[float, dict[str, int]]:
-        mlp, heads = (
-            int(3.5 * hidden),
-            hidden // (128 if hidden % 128 == 0 and hidden >= 1024 else 64),
-        )
+        mlp = int(3.5 * hidden)
+        heads = hidden // (128 if hidden % 128 == 0 and hidden >= 1024 else 64)
         key_value_heads = next(each for each in (8, 4, 2, 1) if heads % each == 0)
         per_layer = hidden * (2 * hidden + 2 * (key_value_heads * hidden // heads) + 3 * mlp + 2)
         layers = round((count - 2 * vocabulary * hidden) / per_layer)
         if layers < 1:
             return math.inf, {}
-        parameters, proportion = (
-            layers * per_layer + 2 * vocabulary * hidden,
-            hidden / layers / ASPECT,
-        )
+        parameters = layers * per_layer + 2 * vocabulary * hidden
+        proportion = hidden / layers / ASPECT
         sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
         sizes |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
         # a percent of parameters weighs as much as a tenth of the proportions

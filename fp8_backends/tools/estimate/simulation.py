@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,8 @@ from ...announcement import logger
 from ...compute.fields import check_known, parsed, whole_number
 from ...errors import FP8BackendError
 from ...recipes.handlers import Recipe, resolve
-from ...words import counted, listed
-from ..compare.measuring import SENT
+from ...words import listed
+from ..compare.measuring import Collectives, Traffic
 from . import step_trace
 from .estimates import BASELINES, Workload
 from .model_shapes import ModelShape
@@ -49,69 +49,6 @@ layers."""
 FEW = 4
 """Layers of the shorter model to extrapolate from: the first two and the last two have regions of
 their own."""
-
-
-class Traffic(NamedTuple):
-    """Collectives of one kind in one group of ranks."""
-
-    calls: int
-    bytes: int
-    """Of this rank's inputs."""
-    ranks: int
-    kind: str
-
-    @property
-    def sent(self) -> float:
-        """Bytes sent by this rank, as `tools.compare.measuring.sent_bytes` counts them."""
-        return SENT[self.kind](self.ranks) * self.bytes
-
-
-class Collectives(TorchDispatchMode):
-    """Count this thread's collectives, those of its backward passes and of DDP's reducer included,
-    at c10d's operators.
-
-    `seen` maps (mesh dimension, kind) to `Traffic`. Raises `FP8BackendError` for a collective of
-    unknown traffic.
-    """
-
-    def __init__(self, mesh: dist.DeviceMesh) -> None:
-        super().__init__()
-        self.seen: dict[tuple[str, str], Traffic] = {}
-        self._names = {tuple(range(mesh.size())): "all"}
-        for name in mesh.mesh_dim_names:
-            self._names[tuple(dist.get_process_group_ranks(mesh.get_group(name)))] = name
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            names = (argument.name for argument in func._schema.arguments)
-            self._count(
-                func._schema.name.partition("::")[2],
-                dict(zip(names, args, strict=False)) | (kwargs or {}),
-            )
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, operator: str, arguments: dict[str, Any]) -> None:
-        group = arguments.get("process_group", arguments.get("group_name"))
-        if group is None or "barrier" in operator:
-            return  # no message
-        plain = operator.lower().replace("_", "").removeprefix("sharddim")
-        kind = next((kind for kind in SENT if plain.startswith(kind)), None)
-        if kind is None:
-            raise FP8BackendError(f"the bytes of the collective {operator} are not known")
-        if isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)
-        elif isinstance(group, torch.ScriptObject):
-            group = dist.ProcessGroup.unbox(group)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        inputs = next(
-            value for name, value in arguments.items() if name.startswith(("input", "tensor"))
-        )
-        size = sum(
-            tensor.nbytes for tensor in tree_iter(inputs) if isinstance(tensor, torch.Tensor)
-        )
-        key = self._names.get(ranks, counted(len(ranks), "rank")), kind
-        before = self.seen.get(key, Traffic(0, 0, len(ranks), kind))
-        self.seen[key] = before._replace(calls=before.calls + 1, bytes=before.bytes + size)
 
 
 class RankTraining:
@@ -126,7 +63,8 @@ class RankTraining:
         mesh: dist.DeviceMesh,
         checkpointing: bool = False,
     ) -> None:
-        self.inner, names = model.train(), mesh.mesh_dim_names
+        self.inner = model.train()
+        names = mesh.mesh_dim_names
         if checkpointing:
             step_trace.enable_checkpointing(model)
         if TENSOR in names:
@@ -179,11 +117,9 @@ def _share_layers(model: nn.Module, mesh: dist.DeviceMesh) -> None:
     }
     plan = getattr(model, "tp_plan", None) or {}
     if not plan or not styles.keys() >= {*plan.values()}:
-        reason = (
-            f"the styles {listed(sorted({*plan.values()} - styles.keys()))}"
-            if plan
-            else "no tp_plan"
-        )
+        reason = "no tp_plan"
+        if plan:
+            reason = f"the styles {listed(sorted({*plan.values()} - styles.keys()))}"
         raise FP8BackendError(
             f"{type(model).__name__} has {reason}, which no simulation knows: leave tp out"
         )
@@ -240,7 +176,8 @@ def simulate(workload: Workload, backend: str | Recipe, mesh: Mapping[str, int])
             mesh.
         FP8BackendError: a process group is running, or the step cannot be traced.
     """
-    began, name = time.perf_counter(), str(backend).lower()
+    began = time.perf_counter()
+    name = str(backend).lower()
     for dimension in mesh:
         check_known("mesh dimension", dimension, DIMENSIONS)
     sizes = {each: parsed(each, whole_number(1), mesh[each]) for each in DIMENSIONS if each in mesh}
@@ -251,7 +188,8 @@ def simulate(workload: Workload, backend: str | Recipe, mesh: Mapping[str, int])
             "process, or after torch.distributed.destroy_process_group()"
         )
     recipe = None if name in BASELINES else resolve(backend)
-    shape, is_ddp = workload.model, SHARD not in sizes and REPLICATE in sizes
+    shape = workload.model
+    is_ddp = SHARD not in sizes and REPLICATE in sizes
     if is_ddp or shape.layers <= FEW + 1 or not shape.grows_evenly:
         result = _trace(workload, shape, recipe, name, sizes)
     else:
@@ -318,6 +256,10 @@ def _trace(
                 {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()},
                 enter,
             )
+        if collectives.unknown:
+            raise FP8BackendError(
+                f"the bytes of the collective {collectives.unknown} are not known"
+            )
         # kernels make no copies; the levels' eager code and torch 2.11 do
         tracker.peaks["step"][ACTIVATIONS] = 0
     return Simulation(collectives.seen, tracker.peaks)
@@ -327,7 +269,8 @@ def _trace(
 def _fake_ranks(sizes: dict[str, int]) -> Iterator[dist.DeviceMesh]:
     """Be rank 0 of a mesh of fake ranks, announce nothing, and leave garbage: its time would differ
     between traces."""
-    level, collects = logger.level, gc.isenabled()
+    level = logger.level
+    collects = gc.isenabled()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes.values()))
     try:
         logger.setLevel(logging.ERROR)

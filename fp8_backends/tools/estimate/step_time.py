@@ -69,25 +69,23 @@ class StepWork:
     """Bytes of an element of the weights that the optimizer steps, without a level."""
 
 
-def step_time(work: StepWork, recipe: Recipe | None, chip: Rates, compiled: bool) -> StepTime:
-    """Sum the parts of a step. The interval is the spread of the calibrating steps, from rates of a
-    short run to rates under a sustained load of products."""
-    parts, hot = (parts_of(work, recipe, chip, compiled, sustained) for sustained in (False, True))
-    spread = math.exp(spread_of(chip))
-    return StepTime(parts, sum(parts.values()) / spread, sum(hot.values()) * spread, chip.source)
-
-
-def speedup(
-    one: StepWork, recipe: Recipe | None, plain: StepWork, chip: Rates, compiled: bool
-) -> tuple[float, ...]:
-    """Return the low, predicted and high speed of a recipe over the plain work in bf16."""
-    cool, hot = (
-        sum(parts_of(plain, None, chip, compiled, sustained).values())
-        / sum(parts_of(one, recipe, chip, compiled, sustained).values())
-        for sustained in (False, True)
+def step_time(
+    work: StepWork, plain: StepWork, recipe: Recipe | None, chip: Rates, compiled: bool
+) -> tuple[StepTime, tuple[float, float, float]]:
+    """Sum the parts of a step, and return its low, predicted and high speed over the plain work in
+    bf16. The interval is the spread of the calibrating steps, from rates of a short run to rates
+    under a sustained load of products."""
+    parts, hot_parts = (
+        parts_of(work, recipe, chip, compiled, sustained) for sustained in (False, True)
     )
+    seconds = sum(parts.values())
+    hot_seconds = sum(hot_parts.values())
+    spread = math.exp(spread_of(chip))
+    time = StepTime(parts, seconds / spread, hot_seconds * spread, chip.source)
+    cool = sum(parts_of(plain, None, chip, compiled, False).values()) / seconds
+    hot = sum(parts_of(plain, None, chip, compiled, True).values()) / hot_seconds
     spread = math.exp(spread_of(chip, ratios=True)) if recipe is not None else 1.0
-    return min(cool, hot) / spread, cool, max(cool, hot) * spread
+    return time, (min(cool, hot) / spread, cool, max(cool, hot) * spread)
 
 
 def parts_of(
@@ -95,76 +93,79 @@ def parts_of(
 ) -> dict[str, float]:
     """Return the seconds of each part: products by curves, casts and optimizer by bytes and
     launches, attention by FLOPs, wire by bytes with overlap."""
-    compute, scaling = ("", "") if recipe is None else (recipe.compute, recipe.scaling)
-    kinds, casts = kinds_of(compute, scaling), casts_of(compute, scaling, compiled)
+    compute = ""
+    scaling = ""
+    level = "O0"
+    fused = launched = inside = 1.0
+    if recipe is not None:
+        compute = recipe.compute
+        scaling = recipe.scaling
+        level = recipe.level
+        if recipe.fused_head:
+            fused = constant("fused head")
+    if compiled:
+        launched = constant("compiled launches")
+        inside = constant("compiled bytes")
+    kinds = kinds_of(compute, scaling)
+    casts = casts_of(compute, scaling, compiled)
+    flows = work.flows
+    launch = constant("launch")
     seconds = dict.fromkeys(PARTS, 0.0)
-    launches, linears = work.flows["calls"], {False: 0.0, True: 0.0}
+    linears = {False: 0.0, True: 0.0}
     cast_bytes = 0.0
     for (product, rows, k, n, in_fp8), count in work.products.items():
         m = rows * work.batch
         kind = kinds[product] if in_fp8 else BF16
-        seconds["products"] += count * product_seconds(
-            kind, *shape_of(product, m, k, n), chip, sustained
-        )
+        shape = shape_of(product, m, k, n)
+        seconds["products"] += count * product_seconds(kind, *shape, chip, sustained)
         if product == "fprop":
             linears[in_fp8] += count
         if in_fp8:
-            weight = (
-                k * n * (casts.bytes + casts.reads * (work.weight_bytes - 2))
-                if product == "fprop"
-                else 0
-            )
-            cast_bytes += count * (
-                weight + casts.bytes * m * {"fprop": k, "dgrad": n, "wgrad": 0}[product]
-            )
+            weight = 0.0
+            if product == "fprop":
+                weight = k * n * (casts.bytes + casts.reads * (work.weight_bytes - 2))
+            width = {"fprop": k, "dgrad": n, "wgrad": 0}[product]
+            cast_bytes += count * (weight + casts.bytes * m * width)
         elif work.weight_bytes == 4 and product != "dgrad":
             cast_bytes += count * 6 * k * n  # autocast's cast of the weight, or of its gradient
-    launches = launches * (constant("compiled launches") if compiled else 1)
-    cast_launches = (
-        linears[True] * casts.launches * (constant("compiled launches") if compiled else 1)
-    )
+    cast_launches = linears[True] * casts.launches * launched
     seconds["casts"] = (
-        memory_seconds(cast_bytes + 6 * work.packed, chip) + cast_launches * constant("launch") / 2
+        memory_seconds(cast_bytes + 6 * work.packed, chip) + cast_launches * launch / 2
     )
-    attention = work.batch * (work.flows["attention"] + work.flows["attention_backward"])
+    attention = work.batch * (flows["attention"] + flows["attention_backward"])
     seconds["attention"] = attention / (constant("attention") * chip.bf16)
-    fused = constant("fused head") if getattr(recipe, "fused_head", False) else 1
-    inside = work.flows["moved"] * (constant("compiled bytes") if compiled else 1)
-    moved = work.batch * (inside + fused * work.flows["moved_outside"])
-    seconds["other"] = memory_seconds(moved, chip) + launches * constant("launch")
-    level = "O0" if recipe is None else recipe.level
+    moved = work.batch * (inside * flows["moved"] + fused * flows["moved_outside"])
+    seconds["other"] = memory_seconds(moved, chip) + flows["calls"] * launched * launch
     by_element = constant("optimizer O0") * (work.trained - work.scaled) * work.trained_bytes / 4
     by_element += constant(f"optimizer {level}") * work.scaled
     seconds["optimizer"] = by_element * H200.memory / chip.memory
-    seconds["optimizer"] += memory_seconds(9 * work.scaled, chip) if level != "O0" else 0
+    if level != "O0":
+        seconds["optimizer"] += memory_seconds(9 * work.scaled, chip)
     computing = sum(seconds.values())
     wire = wire_seconds(work.sent, work.devices, chip)
-    seconds["wire"] = max(constant("exposed") * wire, wire - computing) + wire_seconds(
-        work.waits, 1, chip
-    )
+    exposed = max(constant("exposed") * wire, wire - computing)
+    seconds["wire"] = exposed + wire_seconds(work.waits, 1, chip)
     if not compiled:
-        host = work.flows["calls"] * constant("launch") / 2 + linears[False] * constant("host bf16")
-        host += (
-            linears[True] * constant(f"host {compute}") if compute in ("native", "te", "ao") else 0
-        )
+        host = flows["calls"] * launch / 2 + linears[False] * constant("host bf16")
+        if compute in ("native", "te", "ao"):
+            host += linears[True] * constant(f"host {compute}")
         seconds["host"] = max(0.0, host - sum(seconds.values()))
     return seconds
 
 
 def spread_of(chip: Rates, ratios: bool = False) -> float:
     """Return the half width of the interval of log seconds, or of the log of FP8 / bf16."""
-    measured = constant("spread of ratios" if ratios else "spread of seconds")
-    return math.hypot(
-        measured, 0 if chip is H200 else constant("spread by roofline") / (3 if ratios else 1)
-    )
+    roofline = 0.0 if chip is H200 else constant("spread by roofline")
+    if ratios:
+        return math.hypot(constant("spread of ratios"), roofline / 3)
+    return math.hypot(constant("spread of seconds"), roofline)
 
 
 def wire_seconds(sent: float, devices: int, chip: Rates) -> float:
     """Return the seconds of a device's messages in rings, which use the networks of all devices of
     a machine."""
-    network = (
-        min(chip.link, DEVICES_OF_A_MACHINE * chip.network)
-        if devices > DEVICES_OF_A_MACHINE
-        else chip.link
-    )
+    if devices > DEVICES_OF_A_MACHINE:
+        network = min(chip.link, DEVICES_OF_A_MACHINE * chip.network)
+    else:
+        network = chip.link
     return sent / (constant("wire") * network)

@@ -1,6 +1,8 @@
 """Trace one training step on fake tensors: the sizes and lifetimes of all tensors, without a
 kernel's scratch."""
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 import sys
@@ -201,7 +203,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _add(self, tensor: torch.Tensor, part: str) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         self._storages[key] = Storage(weakref.ref(storage, lambda _: self._drop(key)), size, part)
         self.live[part] += size
         self.total += size
@@ -256,6 +259,22 @@ class StepTrace:
     products: dict[tuple, float] = field(default_factory=dict)
     """Number of products by (kind, rows of a sample, in, out, is in FP8): kind is one of
     `counts.KINDS`."""
+
+    def combined(self, combine: Callable[..., float], *others: StepTrace) -> StepTrace:
+        """Return the trace of the numbers `combine(name, *numbers)`, one number of each trace."""
+
+        def numbers(*groups: dict) -> dict:
+            return {name: combine(name, *(group[name] for group in groups)) for name in groups[0]}
+
+        traces = (self, *others)
+        groups = {
+            name: numbers(*(getattr(trace, name) for trace in traces))
+            for name in ("resting", "sizes", "saved", "products")
+        }
+        peaks = {
+            region: numbers(*(trace.peaks[region] for trace in traces)) for region in self.peaks
+        }
+        return StepTrace(**groups, peaks=peaks)
 
 
 @dataclass(kw_only=True)
@@ -388,7 +407,9 @@ def run_in_autocast(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 class _Step:
     def __init__(self, model: nn.Module, settings: StepSettings, tracker: MemoryTracker) -> None:
-        self.model, self.settings, self.tracker = model, settings, tracker
+        self.model = model
+        self.settings = settings
+        self.tracker = tracker
         if settings.checkpointing:
             enable_checkpointing(model)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -440,9 +461,11 @@ class _Step:
         if roots := conversion.prepared_roots(self.model):
             _, root, prepared = roots[0]
             measures = count_flops(root, prepared, None, meter.work)
-            needed, in_fp8 = measures.needed, measures.in_fp8
+            needed = measures.needed
+            in_fp8 = measures.in_fp8
         else:
-            needed, in_fp8 = sum(seen.flops for seen in meter.work.values()), 0.0
+            needed = sum(seen.flops for seen in meter.work.values())
+            in_fp8 = 0.0
         trace.sizes |= {"flops": needed / samples, "flops_fp8": in_fp8 / samples}
         per_sample = {
             name: flow / (1 if name == "calls" else samples) for name, flow in tracker.flows.items()
@@ -466,11 +489,10 @@ class _Step:
         roots = conversion.prepared_roots(self.model)
         prepared = roots[0][2] if roots else None
         high = prepared.compute.high_precision_products(prepared.recipe) if prepared else ()
-        found = (
-            prepared.report.products
-            if prepared
-            else [each.product for each in find_weight_products(self.model)]
-        )
+        if prepared:
+            found = prepared.report.products
+        else:
+            found = [each.product for each in find_weight_products(self.model)]
         trains = {
             plain_name(name): p.requires_grad
             for name, p in self.model.named_parameters(remove_duplicate=False)
@@ -487,9 +509,10 @@ class _Step:
             if seen is None or not seen.rows:
                 continue
             number = seen.flops / (2 * seen.rows * product.in_features * product.out_features)
-            weight = (
-                product.name if product.name in trains else f"{product.name}.weight".lstrip(".")
-            )
+            if product.name in trains:
+                weight = product.name
+            else:
+                weight = f"{product.name}.weight".lstrip(".")
             recomputes = self.settings.checkpointing and product.name in again
             needed = {
                 FPROP: 1 + recomputes,
@@ -546,7 +569,8 @@ class Regions:
     live bytes grow or fall evenly from block to block."""
 
     def __init__(self, tracker: MemoryTracker, stacks: list[list[nn.Module]]) -> None:
-        self.tracker, self.goes_back = tracker, False
+        self.tracker = tracker
+        self.goes_back = False
         for number, blocks in enumerate(stacks):
             self._watch(blocks, "the" if number == len(stacks) - 1 else "the encoder's")
 
@@ -554,9 +578,9 @@ class Regions:
         last = len(blocks) - 1
         names = {1: "second", last - 1: "next to last", 0: "first", last: "last"}
         for number, block in enumerate(blocks):
-            name = (
-                f"{whose} {names[number]} block" if number in names else f"{whose} blocks between"
-            )
+            name = f"{whose} blocks between"
+            if number in names:
+                name = f"{whose} {names[number]} block"
             block.register_forward_pre_hook(lambda *_, name=name: self._enter(f"forward of {name}"))
             block.register_forward_hook(
                 lambda _, args, output, name=name: self._enter_in_backward(
