@@ -1,8 +1,10 @@
-"""Autograd's engine: the running backward pass, and callbacks for its end."""
+"""Autograd's engine: the running backward pass, callbacks for its end, hooks of saved tensors."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd import Variable
 
 from ..errors import FP8BackendError
@@ -34,3 +36,22 @@ def call_when_backward_ends(function: Callable[[], None]) -> None:
             "without gradient_release"
         ) from None
     queue(function)
+
+
+def is_checkpointed() -> bool:
+    """Return True if backward may run this forward again; `use_reentrant` looks like a forward
+    without gradients."""
+    if torch.compiler.is_compiling():
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    code = getattr(saved_tensor_hook(), "__code__", None)
+    return code is not None and code.co_filename == torch.utils.checkpoint.__file__
+
+
+def saved_tensor_hook() -> Any:
+    """Return the function that packs tensors saved now, or None."""
+    if torch.compiler.is_compiling():
+        return None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_backends import FP8RecipeKwargs, prepare
 from fp8_backends.compute import hardware, products
-from fp8_backends.compute.native.weights import Stored
+from fp8_backends.compute.native.layer_rule import Stored
 from fp8_backends.compute.products import EMULATED, block_scaled_product, swizzled
 from fp8_backends.formats.formats import E4M3, E5M2
 from fp8_backends.formats.scaling import MX, SQUARES, VECTORS, Quantized

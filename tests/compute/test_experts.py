@@ -25,9 +25,8 @@ from fp8_backends.compute.experts.grouped_products import (
 from fp8_backends.compute.experts.grouped_scaling import quantize_experts, quantize_groups
 from fp8_backends.compute.experts.native_layer import GroupedFunction, quantized_weight
 from fp8_backends.compute.native.backend import NativeCompute, layer_rule
-from fp8_backends.compute.native.layer_rule import fp8_product
+from fp8_backends.compute.native.layer_rule import Stored, fp8_product
 from fp8_backends.compute.native.scaling_states import Ledger
-from fp8_backends.compute.native.weights import Stored
 from fp8_backends.compute.products import engine_of_gpu, scaled_product
 from fp8_backends.formats.formats import E4M3
 from fp8_backends.formats.scaling import (

@@ -11,7 +11,8 @@ from torch import nn
 import fp8_backends
 from fp8_backends.compute.experts.native_layer import ExpertCodes, oriented_layouts
 from fp8_backends.compute.native.gathered_weights import WeightCodes
-from fp8_backends.compute.native.weights import Stored
+from fp8_backends.compute.native.layer_rule import Stored
+from fp8_backends.compute.native.weights import read
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.formats.scaling import Quantized
 from fp8_backends.tensors.gathered_codes import DGRAD, FPROP, GatheredCodes
@@ -62,7 +63,7 @@ def whole_codes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize the whole weight as the layer does, in the weight's layout."""
     layer = codes.layer
-    stored, rule, fmt = Stored.of(weight), layer.fp8_rule, layer.fp8_rule.forward_format
+    stored, rule, fmt = read(weight), layer.fp8_rule, layer.fp8_rule.forward_format
     matrix = stored.t() if layer.transposed_weight else stored
     if rule.scales.blocks is None:
         made = matrix.quantized(rule, layer.fp8_scaling, columns=False).along_columns()
@@ -121,7 +122,7 @@ def test_gathered_expert_codes_match_local_casts(rule, transposed):
         ]
         whole = torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
         gathered = Stored(whole, codes.scale_inv(codes.agreed[made_for]))
-        operands = [_operand(layer, stored, product) for stored in (gathered, Stored.of(weight))]
+        operands = [_operand(layer, stored, product) for stored in (gathered, read(weight))]
         for found, expected in zip(*operands, strict=True):
             assert same(found.float(), expected.float()), product
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
 from fp8_backends import prepare
-from fp8_backends.compute.native import weights
+from fp8_backends.compute.native import layer_rule
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.compute.native.linear import FP8Linear
 from fp8_backends.convert.stored_weights import keep_weight_casts
@@ -35,13 +35,13 @@ COMPUTE = NativeCompute()
 def casts(monkeypatch):
     """The data of the weights cast in forwards, in order."""
     seen = []
-    original = weights.Stored.quantized
+    original = layer_rule.Stored.quantized
 
     def watched(self, *args, **kwargs):
         seen.append(self.data)
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(weights.Stored, "quantized", watched)
+    monkeypatch.setattr(layer_rule.Stored, "quantized", watched)
     return seen
 
 

@@ -14,7 +14,7 @@ from fp8_backends.compute.native.layer_rule import quantized, split_of
 from fp8_backends.compute.native.linear import Call, LinearFunction
 from fp8_backends.compute.native.scaling_states import Ledger
 from fp8_backends.compute.native.tensor_parallel import COLWISE, ROWWISE, Cut
-from fp8_backends.compute.native.weights import Stored, kind_of
+from fp8_backends.compute.native.weights import kind_of, read
 from fp8_backends.formats.scaling import INPUT, WEIGHT
 from fp8_backends.recipes import handlers as recipes
 
@@ -41,7 +41,7 @@ def test_a_gpu_accepts_the_products_of_parts(mesh, scaling, style):
         x = torch.empty(64, 256, device="cuda", dtype=out_dtype)
         weight, bias = torch.empty(128, 256, device="cuda"), torch.empty(128, device="cuda")
         x8 = quantized(x, rule.forward_format, rule, None, INPUT, split=split_of(cut, INPUT))
-        stored = Stored.of(weight)
+        stored = read(weight)
         w8 = stored.quantized(rule, None, split=split_of(cut, WEIGHT))
         context, ledger = Context(), Ledger(torch.device("cuda"))
         call = Call(rule, None, ledger, out_dtype, False, kind_of(weight), cut)

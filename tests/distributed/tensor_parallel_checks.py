@@ -26,8 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_backends
 from fp8_backends.compute.native import layer_rule
-from fp8_backends.compute.native.layer_rule import Split
-from fp8_backends.compute.native.weights import Stored
+from fp8_backends.compute.native.layer_rule import Split, Stored
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.formats.formats import E4M3
 from fp8_backends.formats.scaling import GRAD_OUTPUT, INPUT, RULES, new_window_state

@@ -82,15 +82,15 @@ def faulty(monkeypatch, **methods):
 
 def test_wrong_products_are_not_proven(monkeypatch):
     """Planted: weights are multiplied with half of their scale."""
-    from fp8_backends.compute.native import weights
+    from fp8_backends.compute.native import layer_rule
 
-    original = weights.Stored.quantized
+    original = layer_rule.Stored.quantized
 
     def halved(self, *args, **kwargs):
         quantized_weight = original(self, *args, **kwargs)
         return quantized_weight._replace(scale_inv=quantized_weight.scale_inv * 0.5)
 
-    monkeypatch.setattr(weights.Stored, "quantized", halved)
+    monkeypatch.setattr(layer_rule.Stored, "quantized", halved)
     found = self_test.test("native:dynamic")
     reason = f"gradient differs from {found.precision}'s by"
     assert not found.proven and reason in found.reason and "0.25" in found.reason

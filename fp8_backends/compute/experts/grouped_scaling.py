@@ -25,8 +25,7 @@ from ...formats.scaling import (
 from ...kernels.layouts import Layouts
 from ...kernels.quantize import cast, quantize_blocks, quantize_rows
 from ...kernels.triton_gate import is_eager, usable
-from ..native.layer_rule import LayerRule, Split
-from ..native.weights import Stored
+from ..native.layer_rule import LayerRule, Split, Stored
 from ..products import ALIGNMENT, pad, row_major
 from .grouped_products import (
     READS_SIZES,

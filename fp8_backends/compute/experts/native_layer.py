@@ -29,6 +29,7 @@ from ...formats.scaling import (
 from ...kernels.layouts import Layouts
 from ...tensors import gathered_codes
 from ...tensors.gathered_codes import GatheredCodes
+from ...torch_tools.backward_end import is_checkpointed
 from ..interface import Recipe
 from ..native.backend import layer_rule
 from ..native.gathered_weights import WeightCodes, exponents
@@ -37,11 +38,12 @@ from ..native.layer_rule import (
     FPROP,
     WGRAD,
     LayerRule,
+    Stored,
     parallel,
     split_of,
 )
 from ..native.scaling_states import KeepsLedger, Ledger, SharedCodes
-from ..native.weights import Stored, is_checkpointed, kind_of
+from ..native.weights import kind_of, read
 from ..refusals import refuse_second_derivative
 from . import (
     ExpertWeight,
@@ -121,7 +123,7 @@ class FP8Experts(ExpertWeights):
                 torch.is_grad_enabled(),
                 False,
             )
-            y = GroupedFunction.apply(x, weight, *constants, groups, Layouts(), Stored.of(weight))
+            y = GroupedFunction.apply(x, weight, *constants, groups, Layouts(), read(weight))
         if experts.has_bias:
             y = y + own_part(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
         return y
@@ -143,13 +145,13 @@ class ExpertCodes(WeightCodes):
         return self.agreed[gathered_codes.FPROP].flatten() if self.change_in_forward else None
 
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
-        stored = Stored.of(shard)
+        stored = read(shard)
         return [self._amaxes(stored, first, shape, product) for product in self.products]
 
     def codes(
         self, shard: torch.Tensor, first: int, shape: torch.Size, product: str
     ) -> torch.Tensor:
-        stored, rule = Stored.of(shard), self.layer.fp8_rule
+        stored, rule = read(shard), self.layer.fp8_rule
         if not len(shard):
             return stored.data.to(rule.forward_format.dtype)
         blocks, (scale, _) = (
@@ -233,7 +235,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         if isinstance(weight, GatheredCodes):
             self.fp8_recomputed = self.fp8_shared.is_training(self) and is_checkpointed()
         with torch.no_grad():
-            stored = Stored.of(weight)
+            stored = read(weight)
             w8 = self._quantized(weight, stored, state, keep and x.requires_grad)
         constants = (
             self.fp8_rule,
@@ -473,7 +475,7 @@ def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> t
         return plain_product(dy, _oriented(weight.values(dy.dtype), not transposed), groups)
     w8, gathered = Quantized(*weight), isinstance(weight.data, GatheredCodes)
     if gathered:
-        weight = Stored.of(weight.data, gathered_codes.DGRAD)
+        weight = read(weight.data, gathered_codes.DGRAD)
     if gathered or rule.scales.blocks is not None:
         w8 = oriented_layouts(rule, cut, weight, transposed, None, False, True).along_rows()
     return grouped_product(dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype)

@@ -23,7 +23,7 @@ from ...formats.scaling import (
     rolled_delayed_states,
 )
 from ...kernels.triton_gate import usable
-from ...tensors.block_codes import SQUARE_CODES, CodeLayout, is_decoded
+from ...tensors.block_codes import SQUARE_CODES, CodeLayout
 from ...tensors.parameter_swap import swap
 from ...tensors.sharded_tensor import device_of, local_part
 from ...tensors.statistics import Cast
@@ -39,7 +39,7 @@ from ..refusals import refuse_cut_since, refuse_transforms
 from .layer_rule import LayerRule, parallel
 from .linear import FP8Linear, FP8Products
 from .scaling_states import KeepsLedger, Ledger, SharedCodes, with_noted_amaxes
-from .weights import FROZEN, Stored, frozen
+from .weights import FROZEN, kind_of, read
 
 
 class NativeCompute(Compute):
@@ -134,6 +134,8 @@ class NativeCompute(Compute):
         if layers := {
             name: layer for name, layer in layers.items() if layer.fp8_rule.frozen_weight
         }:
+            from .stored_weights import frozen
+
             freeze(
                 root,
                 layers,
@@ -183,9 +185,9 @@ class NativeCompute(Compute):
         # one FP8 code an element for dgrad, made in forward: rules along the contraction make it in
         # backward, and a weight stored in FP8 is its own codes
         rule, weight = module.fp8_rule, local_part(module.weight)
-        if is_decoded(weight):  # each product casts its values
+        if kind_of(weight).is_decoded:  # each product casts its values
             return 0.0
-        weight = Stored.of(weight)
+        weight = read(weight)
         if weight.is_in(rule.forward_format):
             return 0.0
         for_dgrad = not rule.dgrad_reads_weight
@@ -353,7 +355,7 @@ def _around(
     """Give the carrier the Parameters of `layer` and the rule of the recipe."""
     carrier.weight, carrier.bias = layer.weight, layer.bias
     rule = layer_rule(recipe)
-    if is_decoded(carrier.weight):
+    if kind_of(carrier.weight).is_decoded:
         rule = rule._replace(frozen_weight=f"from {carrier.weight.code_layout.name}")
     if rule.frozen_weight:
         check(carrier)

@@ -9,12 +9,12 @@ from ...formats.scaling import WEIGHT
 from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import is_distributed
 from ...tensors.statistics import Cast, in_blocks
-from .layer_rule import READERS
-from .linear import FP8Products
-from .weights import Stored
+from .layer_rule import READERS, Stored
+from .scaling_states import KeepsLedger
+from .weights import read
 
 
-def cast_of(layer: FP8Products, tensor: int, values: torch.Tensor) -> Cast | None:
+def cast_of(layer: KeepsLedger, tensor: int, values: torch.Tensor) -> Cast | None:
     """Describe the cast for the tensor's first product; None for a sharded weight, or one stored
     only in FP8."""
     rule = layer.fp8_rule
@@ -27,7 +27,7 @@ def cast_of(layer: FP8Products, tensor: int, values: torch.Tensor) -> Cast | Non
     elif is_distributed(values):
         return None
     else:
-        stored = layer._matrix(Stored.of(values))
+        stored = layer._matrix(read(values))
         if stored.is_in(fmt):  # cast by the optimizer
             if not isinstance(values, ScaledTensor) or values.rest is None:
                 return None

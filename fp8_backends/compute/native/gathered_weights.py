@@ -15,9 +15,9 @@ from ...kernels import quantize as quantization
 from ...tensors.gathered_codes import DGRAD, FPROP
 from ...tensors.scaled_tensor import ScaledTensor
 from ...torch_tools.modules import CONVERSION
-from .layer_rule import LayerRule
+from .layer_rule import LayerRule, Stored
 from .scaling_states import KeepsLedger
-from .weights import Stored
+from .weights import read
 
 
 class WeightCodes:
@@ -62,13 +62,13 @@ class WeightCodes:
         return self.agreed[FPROP] if self.change_in_forward else None
 
     def can_make(self, shard: torch.Tensor) -> bool:
-        return shard.dim() == self.dimensions and not Stored.of(shard).is_in(
+        return shard.dim() == self.dimensions and not read(shard).is_in(
             self.layer.fp8_rule.forward_format
         )
 
     def amaxes(self, shard: torch.Tensor, first: int, shape: torch.Size) -> list[torch.Tensor]:
         """Return tensors with 0 for blocks without local values. The shard may be empty."""
-        stored = Stored.of(shard)
+        stored = read(shard)
         if self.layer.fp8_rule.scales.blocks is not None:
             return [self._amaxes(stored, first, shape, product) for product in self.products]
         amax = shard.known_amax() if isinstance(shard, ScaledTensor) else None
@@ -83,7 +83,7 @@ class WeightCodes:
     def codes(
         self, shard: torch.Tensor, first: int, shape: torch.Size, product: str
     ) -> torch.Tensor:
-        stored, rule = Stored.of(shard), self.layer.fp8_rule
+        stored, rule = read(shard), self.layer.fp8_rule
         scale, _ = self._scales(self.agreed[product])
         if rule.scales.blocks is None:
             return quantization.cast(

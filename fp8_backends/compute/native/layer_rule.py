@@ -1,4 +1,4 @@
-"""The rule of one native layer: casts of its operands, and their products."""
+"""The rule of one native layer: casts of its operands, their products, and its weight."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ...formats.scaling import (
     INPUT,
     JUST_IN_TIME,
     ROWS,
+    SQUARES,
     WEIGHT,
     Blocks,
     Quantized,
@@ -247,3 +248,127 @@ def in_blocks(
     if is_cut_row:
         return Layouts(*codes, whole.transposed, whole.transposed_scale_inv)
     return Layouts(whole.codes, whole.scale_inv, *codes)
+
+
+class Stored(NamedTuple):
+    """A weight as stored in memory, `data * scale_inv`, without a graph and without a copy."""
+
+    data: torch.Tensor
+    """FP32, bf16 or fp16; FP16 or FP8 of a `ScaledTensor`."""
+    scale_inv: torch.Tensor | None
+    """FP32: one, one for each block of SQUARES, or of gathered codes; None: the data are the
+    values."""
+
+    def t(self) -> Stored:
+        """Return a transposed view."""
+        return Stored(self.data.t(), None if self.scale_inv is None else self.scale_inv.t())
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        if self.scale_inv is None:
+            return self.data.to(dtype)
+        if self.scale_inv.dim():
+            return SQUARES.dequantize(Quantized(*self), dtype)
+        return (self.data.float() * self.scale_inv).to(dtype)
+
+    def is_in(self, fmt: Format) -> bool:
+        """Return True if the data are FP8 codes, multiplied without a cast."""
+        return self.data.dtype == fmt.dtype
+
+    def quantized(
+        self,
+        rule: LayerRule,
+        state: torch.Tensor | None,
+        columns: bool = True,
+        record: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+        split: Split | None = None,
+    ) -> Layouts:
+        """Quantize by the rule; stored FP8 codes stay. `columns`: a product contracts the rows too
+        (by other codes if the rule has blocks). `record`, `amax`: see `quantization.quantize`;
+        `split`: see `layer_rule.quantized`."""
+        fmt = rule.forward_format
+        if rule.scales.blocks is not None:
+            return Layouts(*self.in_blocks(rule.scales.weight_blocks, fmt, split=split))
+        if self.is_in(fmt):
+            return Layouts(*self)
+        return quantized(
+            self.data, fmt, rule, state, WEIGHT, True, columns, record, split, self.scale_inv, amax
+        )
+
+    def in_blocks(
+        self, blocks: Blocks, fmt: Format, transposed: bool = False, split: Split | None = None
+    ) -> Quantized:
+        """Quantize `data`, or its transpose, in blocks. Stored FP8 codes have one scale in every
+        block."""
+        if self.is_in(fmt):
+            codes = self.data.t() if transposed else self.data
+            if self.scale_inv.dim():  # an FP8 checkpoint's, in SQUARES
+                return Quantized(
+                    codes, self.scale_inv.t().contiguous() if transposed else self.scale_inv
+                )
+            return Quantized(codes, blocks.repeated(self.scale_inv, codes.shape))
+        layouts = in_blocks(
+            self.data, blocks, fmt, not transposed, transposed, split, self.scale_inv
+        )
+        return layouts.along_rows() if transposed else layouts.along_columns()
+
+
+class PlainWeight:
+    """A weight in FP32, bf16 or fp16, cast in every forward, or once for all microbatches. Other
+    kinds override what they do otherwise."""
+
+    is_decoded = False
+    """True for codes read as values, in less memory than codes kept for products."""
+
+    def read(self, weight: torch.Tensor, product: str) -> Stored:
+        """Return the values or codes for a product."""
+        return Stored(weight.detach(), None)
+
+    def quantized(
+        self,
+        layer: Any,
+        matrix: Stored,
+        for_dgrad: bool,
+        recorded: torch.Tensor | None,
+        split: Split | None,
+        amax: torch.Tensor | None = None,
+    ) -> Layouts:
+        """Quantize w [out, in] for fprop, and dgrad if the same codes serve. `recorded`: the
+        layer's state, if it keeps the amax; `amax`: FP32, if known without a pass."""
+        rule: LayerRule = layer.fp8_rule
+        # kept codes serve all later forwards
+        columns = (for_dgrad or layer.fp8_shared.keeps_weights) and not rule.high_precision[DGRAD]
+        newest = layer.fp8_ledger.newest(rule, recorded, WEIGHT)
+
+        def cast() -> Layouts:
+            return matrix.quantized(rule, layer.fp8_scaling, columns, newest, amax, split)
+
+        if rule.scales.moves_in_forward:  # anew in every forward
+            return cast()
+        return layer.fp8_shared.of_weight(layer, (rule,), cast)
+
+    def saved(
+        self, weight: torch.Tensor, stored: Stored, rule: LayerRule, w8: Layouts
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the two tensors from which backward makes dgrad's operand."""
+        if not rule.dgrad_reads_weight:
+            return w8.along_rows()
+        # the Parameter, not its data: DeepSpeed's ZeRO-3 takes the gathered data out of it after
+        # forward and puts new data in for backward, and frees nothing that is still referenced
+        return (weight, None) if stored.scale_inv is None else stored
+
+    def for_dgrad(
+        self,
+        saved: tuple[torch.Tensor | None, ...],
+        rule: LayerRule,
+        state: torch.Tensor | None,
+        transposed: bool,
+    ) -> Stored:
+        """Return the stored weight [out, in] if the rule reads it in backward; else codes of
+        w.T."""
+        stored = Stored(*saved)
+        return stored.t() if transposed and rule.dgrad_reads_weight else stored
+
+    def loaded(self, layer: Any, before: torch.Tensor) -> None:
+        """Restore the kind of a weight after `load_state_dict`, which replaces the Parameter with
+        `assign=True`."""

@@ -9,9 +9,11 @@ from torch import nn
 from ...formats import scaling
 from ...formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ...kernels.layouts import Layouts
+from ...tensors import gathered_codes
 from ...tensors.gathered_codes import GatheredCodes, WithoutTokens
 from ...tensors.parameter_swap import belongings_kept
 from ...tensors.sharded_tensor import arrived, is_distributed
+from ...torch_tools.backward_end import saved_tensor_hook
 from ..counts import result_dtype
 from ..frozen_weights import check_running
 from ..interface import COMPUTE_DTYPES
@@ -29,13 +31,15 @@ from .layer_rule import (
     PARALLEL,
     WGRAD,
     LayerRule,
+    PlainWeight,
+    Stored,
     fp8_product,
     quantized,
     quantized_gradient,
     split_of,
 )
 from .scaling_states import KeepsLedger, Ledger, SharedCodes
-from .weights import FROZEN, PlainWeight, Stored, kind_of, saved_tensor_hook
+from .weights import FROZEN, kind_of, read
 
 
 class Operands(NamedTuple):
@@ -114,7 +118,7 @@ class FP8Products(KeepsLedger):
             operands = PARALLEL["operands"](self, input)
         x, weight, bias, cut = operands[:4]
         kind = kind_of(weight)
-        stored = Stored.of(weight)
+        stored = kind.read(weight, gathered_codes.FPROP)
         matrix = self._matrix(stored)
         refuse_width(x, matrix.data.shape[1])
         differentiable = torch.is_grad_enabled()
@@ -188,7 +192,7 @@ class FP8Products(KeepsLedger):
         rule, weight = self.fp8_rule, self.weight
         if rule.high_precision[FPROP] or is_distributed(weight):
             return None
-        stored = self._matrix(Stored.of(weight))
+        stored = self._matrix(read(weight))
         if stored.is_in(rule.forward_format):
             return Quantized(*stored)
         return stored.quantized(rule, self.fp8_scaling, columns=False).along_columns()

@@ -22,12 +22,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...formats.formats import E5M2
 from ...formats.scaling import HISTORY, INPUT, WEIGHT
-from ...tensors.block_codes import is_decoded
 from ...torch_tools.backward_end import inside_backward
 from ..counts import FPROP, RECOMPUTED, Modes, ProductCounts
 from ..products import engine_for
 from .layer_rule import LayerRule
-from .weights import Stored
+from .weights import kind_of, read
 
 _Amax = torch.Tensor | None
 
@@ -182,7 +181,7 @@ class SharedCodes(Modes):
                 t.dtype,
                 t._version,
             )
-            for t in Stored.of(layer.weight)
+            for t in read(layer.weight)
             if t is not None
         )
         known_memory, known_key, codes = self._weights[layer]
@@ -204,9 +203,9 @@ class SharedCodes(Modes):
 def _is_whole(weight: torch.Tensor) -> bool:
     """Return True for a layer's own Parameter in real memory that nobody swaps (DeepSpeed's ZeRO-3
     does)."""
-    if is_decoded(weight):
-        return False  # kept codes would take more memory than its own
-    data = Stored.of(weight).data
+    if kind_of(weight).is_decoded:
+        return False
+    data = read(weight).data
     plain = type(data) is torch.Tensor and data.device.type != "meta"
     return (
         plain

@@ -10,12 +10,13 @@ from ...compute.native.layer_rule import (
     DGRAD,
     FPROP,
     WGRAD,
+    Stored,
     fp8_product,
     quantized,
     quantized_gradient,
 )
 from ...compute.native.linear import FP8Linear
-from ...compute.native.weights import FROZEN, Stored, kind_of
+from ...compute.native.weights import FROZEN, kind_of, read
 from ...compute.products import plain_product
 from ...formats.scaling import GRAD_OUTPUT, INPUT
 from .deferred_logits import HEADS, DefersLogits, HeadProducts
@@ -30,7 +31,7 @@ class FP8Head(DefersLogits, FP8Linear):
     def head_products(self, out_dtype: torch.dtype) -> FP8HeadProducts:
         self._follow(self.weight.device)
         self.fp8_out_dtype = out_dtype
-        return FP8HeadProducts(self, Stored.of(self.weight), out_dtype)
+        return FP8HeadProducts(self, read(self.weight), out_dtype)
 
     def count_products(self, *kinds: str) -> None:
         high = self.fp8_rule.high_precision
