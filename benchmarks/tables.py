@@ -992,13 +992,6 @@ def _crafted(record: dict) -> list[str]:
     ]
 
 
-def _cache_attacks(record: dict) -> list[str]:
-    trials, succeeded = (
-        sum(each[key] for each in record["attacks"]) for key in ("trials", "succeeded")
-    )
-    return [f"{len(record['attacks'])} attacks, {trials} trials", f"{succeeded} succeeded"]
-
-
 def _fuzz(record: dict) -> list[str]:
     counts = [
         sum(area.get(key, 0) for area in record["areas"].values())
@@ -1057,7 +1050,6 @@ RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {
     "kills": ("SIGKILL while ``save_state`` writes", _kills),
     "damage": ("files of a checkpoint, damaged", _damage),
     "crafted": ("states of optimizers and scales, crafted", _crafted),
-    "cache_attacks": ("the cache of compiled code, attacked", _cache_attacks),
     "fuzz": ("bad strings, fields, files and commands", _fuzz),
     "faults": ("faults of training, planted under a guard", _faults),
     "soak": ("long trainings, and objects created and dropped", _soak),

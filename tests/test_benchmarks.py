@@ -284,27 +284,6 @@ def test_estimated_and_measured_peaks_of_arbitrary_model():
         assert estimated == pytest.approx(measured, rel=0.1), backend
 
 
-@pytest.mark.nightly
-def test_attacks_on_the_compile_cache_fail(tmp_path):
-    done = run("reliability/cache_attacks.py", "--quick", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    ((name, record),) = records(tmp_path).items()
-    attacks = record["attacks"]
-    assert (
-        name.startswith("cache_attacks_cpu_") and len(attacks) >= 19 and record["machine"]["torch"]
-    )
-    assert all(attack["trials"] or attack["note"].startswith("not tried") for attack in attacks)
-
-
-@pytest.mark.nightly
-def test_successful_cache_attack_fails_the_run():
-    """Plant a missing check of folder owners."""
-    code = "from fp8_backends.kernels import adam_cpu as cpu_library\n"
-    code += "cpu_library.make_own = lambda folder: folder.mkdir(exist_ok=True)"
-    done = run("reliability/cache_attacks.py", "--quick", "--only", "others may write", code=code)
-    assert done.returncode == 1 and "trials succeeded" in done.stdout, done.stdout + done.stderr
-
-
 UNCHECKED = """
 from fp8_backends.accelerate_plugin import checkpoints
 checkpoints.checked = lambda folder: True

@@ -26,7 +26,7 @@ import torch
 
 from fp8_backends.formats.formats import E4M3, E5M2, Format
 from fp8_backends.formats.scaling import Quantized
-from fp8_backends.kernels.adam_cpu import Library, flags
+from fp8_backends.kernels.adam_cpu import flags, library
 
 EXACT = "exact"
 PROMOTION = 128
@@ -100,7 +100,7 @@ def scaled_product(
 def _product(a: torch.Tensor, b: torch.Tensor, chip: str, fast_accumulation: bool) -> torch.Tensor:
     """Compute `product` without c by C++ on a CPU, else by the reference."""
     sums, result = CHIPS[chip], torch.zeros(a.shape[0], b.shape[0], device=a.device)
-    compiled = library().loaded() if a.device.type == "cpu" else None
+    compiled = _compiled() if a.device.type == "cpu" else None
     if compiled is None:  # rows by rows, for the memory of all products
         parts = zip(
             *(x.split(max(1, 2**18 // max(1, b.shape[0]))) for x in (a, result)), strict=True
@@ -135,10 +135,9 @@ class _Table(ctypes.Structure):
     ]
 
 
-@functools.cache
-def library() -> Library:
+def _compiled() -> ctypes.CDLL | None:
     source = Path(__file__).with_name("emulation.cpp")
-    return Library(source, flags(), "the emulation of tensor cores")
+    return library(source, tuple(flags()), "the emulation of tensor cores")
 
 
 @functools.cache
