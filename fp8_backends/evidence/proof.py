@@ -364,8 +364,8 @@ def judge(proof: Proof, root: nn.Module, prepared: Prepared) -> None:
         remedy = "Check that the prepared model is the one that trains, and in training mode"
         if prepared.recipe.compute in ("native", "te") and not any(m.training for m in layers):
             remedy = "They are in evaluation mode, and multiply in high precision: call model.train() before training"
-        in_none = f"in none of {words.counted(len(proof.idle), 'converted layer')}"
-        message = f"{name}: no FP8 product ran in the first training step, {in_none}. {remedy}"
+        layers = words.counted(len(proof.idle), "converted layer")
+        message = f"{name}: no FP8 product ran in the first training step in {layers}. {remedy}"
         return refuse_unproven(message, prepared.recipe)
     if proof.idle:
         logger.warning("%s: layers without products: %s", name, words.listed(proof.idle))

@@ -57,7 +57,7 @@ else:
 
 BF16 = "bf16"
 """The value of `layers` and `products` for high precision."""
-ONE_SCALE = ("dynamic", "delayed", "window", "tensorwise")
+ONE_SCALE = (*(name for name, rule in RULES.items() if rule.blocks is None), "tensorwise")
 """Scaling rules with one scale for a tensor."""
 STEPS = "steps"
 """The key of `schedule` for the steps of the whole training."""

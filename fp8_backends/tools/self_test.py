@@ -194,6 +194,8 @@ def _faults(result: SelfTest, report: Audit, recipe: Recipe) -> Iterator[str]:
     for quantity, error, bound in bounds:
         if not error <= bound:  # NaN too
             yield f"{quantity} differs from {result.precision}'s by {error:.2g}, the bound is {bound}"
+    if not result.gradient_error:
+        yield f"the gradient equals {result.precision}'s to the bit: nothing was rounded to FP8"
     promised = plan(recipe).bytes_per_element + scale_bytes_per_element(recipe)
     if not abs(result.bytes_per_element - promised) <= BYTES_BOUND:
         yield f"{result.bytes_per_element:.4g} bytes an element are stored, {promised:g} were promised"

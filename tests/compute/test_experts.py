@@ -26,14 +26,17 @@ from fp8_backends.compute.experts.grouped_scaling import quantize_experts, quant
 from fp8_backends.compute.experts.native_layer import GroupedFunction, quantized_weight
 from fp8_backends.compute.native.backend import NativeCompute, layer_rule
 from fp8_backends.compute.native.layer_rule import Stored, fp8_product
-from fp8_backends.compute.native.scaling_states import Ledger
+from fp8_backends.compute.native.scaling_states import KeepsLedger, Ledger
 from fp8_backends.compute.products import engine_of_gpu, scaled_product
 from fp8_backends.formats.formats import E4M3
 from fp8_backends.formats.scaling import (
     INPUT,
+    POWER_OF_TWO,
     RULES,
     Quantized,
+    Rule,
     new_window_state,
+    power_of_two_scale,
     record_amax,
     rolled_window_states,
     tensor_amax,
@@ -185,6 +188,30 @@ def test_window_of_each_expert_matches_linear_layer(rolled):
         scale = window_scale(states[expert], INPUT, tensor_amax(rows), E4M3)
         assert torch.equal(scales[expert], scale) or (expert == 2 and scales[expert].isnan())
     assert torch.equal(recorded[4], states[4])
+
+
+class PowerOfTwo(Rule):
+    """A rule of one's own: `dynamic`, rounded down to a power of two."""
+
+    name = "power of two"
+
+    def from_amax(self, tensor):
+        return POWER_OF_TWO
+
+    def scale(self, amax, fmt, tensor, state):
+        return power_of_two_scale(amax, fmt)
+
+
+def test_experts_ask_another_rule_for_its_scale():
+    root, twin = prepared("mixtral")
+    rule = PowerOfTwo()
+    layers = [each for each in twin.modules() if isinstance(each, KeepsLedger)]
+    for layer in (*root.experts.fp8_weights.values(), *layers):
+        layer.fp8_rule = layer.fp8_rule._replace(scales=rule)
+    hidden, chosen, weights = routed(40, 0, torch.float32)
+    dy = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (run(m, hidden, chosen, weights, dy) for m in (root, twin))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])

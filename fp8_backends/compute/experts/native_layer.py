@@ -16,6 +16,7 @@ from torch import nn
 from ...errors import FP8BackendError
 from ...formats.formats import E4M3, E5M2
 from ...formats.scaling import (
+    DYNAMIC,
     GRAD_OUTPUT,
     INPUT,
     ROWS,
@@ -416,8 +417,8 @@ def oriented_layouts(
         w8 = grouped_scaling.codes_of_experts(*stored)
     else:
         scales = rule.scales.given_scale(state, WEIGHT)
-        if rule.scales.keeps_nan:
-            amax = grouped_scaling.amaxes_of_experts(*stored, keep_nan=True)
+        if rule.scales.from_amax(WEIGHT) != DYNAMIC:
+            amax = grouped_scaling.amaxes_of_experts(*stored, keep_nan=rule.scales.keeps_nan)
             amax = amax if split is None else split.agreed(amax)
             scales = grouped_scaling.scales(rule.scales, amax, fmt, WEIGHT, state)
         lines = rule.scales.blocks is not None
@@ -449,8 +450,8 @@ def _quantized(
         return grouped_scaling.quantize_groups_in_blocks(x, groups, rule, fmt, rows, columns)
     if lines:
         return grouped_scaling.quantize_groups(x, groups, fmt, None, rows, columns, lines, split)
-    if rule.scales.keeps_nan:
-        amax = grouped_scaling.amaxes_of_groups(x, groups, keep_nan=True)
+    if rule.scales.from_amax(tensor) != DYNAMIC:
+        amax = grouped_scaling.amaxes_of_groups(x, groups, keep_nan=rule.scales.keeps_nan)
         amax = amax if split is None else split.agreed(amax)
         scales = grouped_scaling.scales(rule.scales, amax, fmt, tensor, state)
         return grouped_scaling.quantize_groups(x, groups, fmt, scales, rows, columns)._replace(
