@@ -250,6 +250,18 @@ COMPILATION_RULES = (
         "compile the model, or its repeated blocks",
     ),
     warning(
+        "compiled_before_ada",
+        lambda s: (
+            s.recipe.compute == "native"
+            and s.machine.chip.key == "before-fp8"
+            and s.machine.torch < (2, 13)
+            and s.is_compiled
+        ),
+        "Inductor of torch before 2.13 writes kernels in E4M3 for GPUs below compute capability "
+        "8.9, where Triton has no E4M3: compilation fails",
+        "install torch 2.13 or newer, or leave torch.compile out",
+    ),
+    warning(
         "ao_ddp_full_compile",
         lambda s: s.recipe.compute == "ao" and s.parallel == "ddp" and s.compiled == "full",
         "TorchAO's FP8 under DDP with the whole model compiled is known to fail in other trainers",

@@ -66,7 +66,7 @@ def main(backend: str, major: str, minor: str, between: str = "") -> None:
         ),
         "with_nan_instructions": sum(nan_instructions(*each) > 0 for each in of_fp8),
     }
-    print(json.dumps(found))
+    print(json.dumps(found | {"torch": torch.__version__}))
 
 
 if __name__ == "__main__":

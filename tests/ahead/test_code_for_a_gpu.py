@@ -74,7 +74,13 @@ def test_every_kernel_of_a_compiled_layer_compiles(capability, tmp_path):
         result = answered(
             "small_layers.py", backend, *capability.split(), cwd=tmp_path, folder="tests/ahead"
         )
-        assert result["kernels"] >= 12 and not result["failures"]
+        assert result["kernels"] >= 12
+        # the rule "compiled_before_ada" warns of it
+        assert not result["failures"] or (
+            capability == "8 0"
+            and result["torch"].startswith("2.11.")
+            and all("fp8e4nv not supported" in failure for failure in result["failures"])
+        )
         assert {dtype[:6] for dtype in result["products"]} == {
             "float8" if capability == "9 0" else "float3"
         }

@@ -20,9 +20,9 @@ def rules(spec, model=None, *, chip="hopper", **setup):
     return {finding.rule: finding for finding in validate(spec, model, chip=chip, **setup)}
 
 
-def on_machine(spec, machine, parallel=None):
+def on_machine(spec, machine, parallel=None, compiled=None):
     """Return the applying rules on a machine, with their reasons."""
-    setup = Setup(resolve(spec), machine, parallel)
+    setup = Setup(resolve(spec), machine, parallel, compiled)
     return {rule.name: rule.reason_in(setup) for rule in RULES.values() if rule.applies(setup)}
 
 
@@ -467,6 +467,19 @@ def test_torch_version_rule_fires():
                 "torch_untried" in on_machine("native", nvidia((9, 0), torch=release), engine)
             ) == fires
     assert "torch_untried" not in on_machine("native", Machine(chips.CPU, torch=(2, 16)))
+
+
+def test_compiled_code_for_an_a100_needs_recent_torch():
+    def fires(spec, capability, release, compiled):
+        machine = nvidia(capability, torch=release)
+        return "compiled_before_ada" in on_machine(spec, machine, compiled=compiled)
+
+    assert fires("native:delayed", (8, 0), (2, 11), "full")
+    assert fires("msamp:O2", (8, 6), (2, 12), "regional")
+    assert not fires("native:delayed", (8, 0), (2, 13), "full")
+    assert not fires("native:delayed", (8, 9), (2, 11), "full")
+    assert not fires("native:delayed", (8, 0), (2, 11), "none")
+    assert not fires("ao:tensorwise", (8, 0), (2, 11), "full")
 
 
 def test_rowwise_products_on_cpu_need_recent_torch():
