@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -266,9 +267,9 @@ def errors(rows: list[dict]) -> list[float]:
     return sorted(abs(row["predicted"] / row["published"] - 1) for row in rows)
 
 
-def all_rows() -> list[dict]:
+def rows_of(runs: Iterable[Run]) -> list[dict]:
     traced: dict = {}
-    return [*layers(), *(row for run in RUNS for row in predicted(run, traced))]
+    return [row for run in runs for row in predicted(run, traced)]
 
 
 def main() -> None:
@@ -277,7 +278,7 @@ def main() -> None:
     )
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    rows = all_rows()
+    rows = [*layers(), *rows_of(RUNS)]
     record = {"question": "published runs, predicted", "results": rows, "cards": cards()}
     write_json(arguments.json, record)
     cells = [
