@@ -400,18 +400,27 @@ class Exit(NamedTuple):
     """Keys of `chips.CHIPS`, of an answer about chips."""
 
 
+def names_of(keys: Sequence[str]) -> str:
+    """Return the products of kinds of chips: examples for NVIDIA, titles for AMD."""
+    kinds = [chip for chip in chips.CHIPS if chip.key in keys]
+    return ", ".join(chip.title if isinstance(chip.gpu, str) else chip.examples for chip in kinds)
+
+
+def exits_of_chips() -> tuple[Exit, ...]:
+    """Return an answer for each group of chips with the same recommendation."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for chip, backend, te in chips.recommended():
+        if te != backend:
+            reason = f"with TransformerEngine: {te}"
+        elif "compare first" in chip.advice.reason:
+            reason = "1.2 to 1.6 times bf16 in C++ (LLMQ): compare first"
+        else:
+            reason = "with torch.compile"
+        groups.setdefault((backend, reason), []).append(chip.key)
+    return tuple(Exit("", *texts, tuple(keys)) for texts, keys in groups.items())
+
+
 CHOICE = {
-    "Which chip trains?": (
-        Exit("none: a CPU", "native:…", "a GPU's casts, to check a recipe; no speed", ("cpu",)),
-        Exit("", "bf16", "no FP8 units (V100: fp16); msamp:O2 still saves memory", ("before-fp8",)),
-        Exit(
-            "",
-            "compare first",
-            "FP8 brings little or no speed there, by reports",
-            ("ada", "rtx-blackwell"),
-        ),
-        Exit("", "", "", ("hopper", "blackwell", "mi300", "mi350")),
-    ),
     "Is memory short?": (
         Exit("yes, one GPU", "msamp:O2", "6 bytes in place of 16 for a weight; msamp:O4: 5"),
         Exit(
@@ -419,19 +428,15 @@ CHOICE = {
         ),
         Exit("no", "", ""),
     ),
-    "Is TransformerEngine installed?": (
-        Exit("yes", "te", "NVIDIA's kernels; memory short, too: te+msamp:O2"),
-        Exit("no", "ao:tensorwise", "with torch.compile; or native:dynamic (MI300 emulates it)"),
+    "Which chip trains?": (
+        *exits_of_chips(),
+        Exit("", "bf16", "no FP8 units (V100: fp16); msamp:O2 still saves memory", ("before-fp8",)),
+        Exit(
+            "none: a CPU", "native:dynamic", "a GPU's casts, to check a recipe; no speed", ("cpu",)
+        ),
     ),
 }
-"""Questions, from top to bottom. A test compares the answers with `chips.advice_for` and the
-README's table."""
-
-
-def names_of(keys: Sequence[str]) -> str:
-    """Return the products of kinds of chips: examples for NVIDIA, titles for AMD."""
-    kinds = [chip for chip in chips.CHIPS if chip.key in keys]
-    return ", ".join(chip.title if isinstance(chip.gpu, str) else chip.examples for chip in kinds)
+"""Questions, from top to bottom. Chips and backends are `chips.recommended`."""
 
 
 def decision_tree() -> Picture:
@@ -653,6 +658,51 @@ def speed() -> Picture:
     return picture
 
 
+def measured() -> Picture:
+    """Speed and peak memory of a compiled step by backend, on an H200."""
+    steps = {
+        each["backend"]: each
+        for name in ("step_8b_te_gpu", "step_8b_gpu")
+        for each in record(name)["results"]
+        if each["form"] == "compiled"
+    }
+    machine = record("step_8b_gpu")["machine"]
+    rows = [steps[name] for name in ("bf16", *targets.SUMMARIZED)]
+    columns = (("times_plain", "Speed"), ("peak_to_plain", "Peak memory"))
+    shares = {
+        "times_plain": [1.0, *(each["times_plain"]["ratio"] for each in rows[1:])],
+        "peak_to_plain": [1.0, *(each["peak_to_plain"] for each in rows[1:])],
+    }
+    picture = Picture("Speed and peak memory of FP8 training on an H200")
+    left, width, column_width = 150, 88, 146
+    picture.y += 16
+    for number, (_, title) in enumerate(columns):
+        picture.text(left + number * column_width, title, "heading")
+    picture.y += 4
+    sentences = []
+    for number, each in enumerate(rows):
+        name, color = each["backend"], f"c{number}" if number else "reference"
+        labels = (
+            ("1", "1")
+            if number == 0
+            else (f"{shares['times_plain'][number]:.2f}", percent(shares["peak_to_plain"][number]))
+        )
+        picture.y += 8
+        picture.text(MARGIN, name, "row-label", down=14)
+        for column, (key, _) in enumerate(columns):
+            x = left + column * column_width
+            length = shares[key][number] * width / max(shares[key])
+            picture.rect(x, picture.y, length, 18, color)
+            picture.text(x + length + 5, labels[column], "value", down=14)
+        sentences.append(f"{name}: speed {labels[0]}, peak memory {labels[1]}")
+        picture.y += 18
+    picture.note(
+        f"{machine['chip']}: four layers of Llama 8B, compiled, over bf16 autocast with FP32 weights"
+    )
+    picture.description = "; ".join(sentences)
+    return picture
+
+
 OF_LOSSES = (
     "rows "
     "reversed", "native:dynamic", "native:delayed", "ao:tensorwise", "te:delayed", "msamp:O2", "msamp:O4"
@@ -694,7 +744,17 @@ def losses() -> Picture:
 
 ALL: dict[str, Callable[[], Picture]] = {
     draw.__name__: draw
-    for draw in (comparison, bytes_by_level, wire, decision_tree, memory_8b, monitor, speed, losses)
+    for draw in (
+        comparison,
+        bytes_by_level,
+        wire,
+        decision_tree,
+        memory_8b,
+        monitor,
+        measured,
+        speed,
+        losses,
+    )
 }
 
 

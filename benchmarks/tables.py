@@ -6,12 +6,12 @@ records in `benchmarks/results`.
     benchmarks/tables.py --write benchmarks/README.rst    the same in one document
 
 The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` and the index
-have the table `summary`, three of the main `figures`; `tables.rst` has `models`, the guide to
-reliability `reliability`, and `speed.rst` `published`. A question without a record prints `not yet
-measured`. CPU questions have a table per recorded kind of CPU, and the targets read one CPU with
-bf16 products and one without: the usual two, `targets.USUAL`, if recorded, else the first by name.
-Every table names the machine, the versions and the date, and pairs speeds with losses for trained
-models.
+have the table `summary`, three of the main `figures`; `README.rst` also `choices` and `cards`;
+`tables.rst` has `models` and `llmq`, the guide to reliability `reliability`, and `speed.rst` `published`. A
+question without a record prints `not yet measured`. CPU questions have a table per recorded kind of
+CPU, and the targets read one CPU with bf16 products and one without: the usual two,
+`targets.USUAL`, if recorded, else the first by name. Every table but the README's names the machine,
+the versions and the date, and pairs speeds with losses for trained models.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from pathlib import Path
 
 import targets
 from targets import Records, gap
+
+from fp8_backends.compute import chips
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -830,14 +832,15 @@ def estimate(records: Records) -> str:
 
 
 def published(records: Records) -> str:
-    """Return predicted and published speeds of FP8 over bf16, one row a run, and the sources with
-    their assumptions."""
+    """Return predicted and published speeds of FP8 over bf16, one row a run in PyTorch, LLMQ's
+    errors, and the sources with their assumptions."""
     if "published" not in records:
         return "Published runs: not yet measured."
     found = records["published"]["results"]
-    errors = sorted(abs(each["predicted"] / each["published"] - 1) for each in found)
+    in_cpp = [each for each in found if each["source"].startswith("LLMQ")]
+    in_pytorch = [each for each in found if each not in in_cpp]
     rows = []
-    for each in found:
+    for each in in_pytorch:
         low, high = each["interval"]
         error = f"{100 * (each['predicted'] / each['published'] - 1):+.1f} %".replace(
             "-", "\N{MINUS SIGN}"
@@ -868,11 +871,7 @@ def published(records: Records) -> str:
         "inside",
         "bf16 speed",
     ]
-    middle = errors[len(errors) // 2]
-    sentence = (
-        f"Median error {100 * middle:.1f} %, worst {100 * errors[-1]:.1f} %. "
-        "*bf16 speed*: published over predicted."
-    )
+    sentence = f"{_errors(in_pytorch)} *bf16 speed*: published over predicted."
     sources: dict[str, list[str]] = {}
     for each in found:
         sources.setdefault(each["source"], []).extend(each["assumed"].split(", "))
@@ -881,7 +880,67 @@ def published(records: Records) -> str:
         known = ", ".join(dict.fromkeys(filter(None, assumed)))
         lines.append(f"* {source}" + (f"; assumed: {known}" if known else ""))
     filled = [textwrap.fill(line, 118, subsequent_indent="  ") for line in lines]
-    return "\n\n".join([rst(header, rows), textwrap.fill(sentence, 118), "\n".join(filled)])
+    parts = [rst(header, rows), textwrap.fill(sentence, 118)]
+    if in_cpp:
+        told = f"LLMQ's fused C++, by model in `Tables <tables.rst>`_: {_errors(in_cpp)}"
+        parts.append(textwrap.fill(told.replace(": Median", ": median"), 118))
+    return "\n\n".join([*parts, "\n".join(filled)])
+
+
+def _errors(rows: list[dict]) -> str:
+    errors = sorted(abs(each["predicted"] / each["published"] - 1) for each in rows)
+    inside = sum(
+        low <= each["published"] <= high for each in rows for low, high in [each["interval"]]
+    )
+    return (
+        f"Median error {100 * errors[len(errors) // 2]:.1f} %, worst {100 * errors[-1]:.1f} %; "
+        f"{inside} of {len(rows)} in their interval."
+    )
+
+
+def llmq(records: Records) -> str:
+    """Return LLMQ's published / predicted speeds: a row for each kind and number of chips."""
+    if "published" not in records:
+        return "LLMQ's runs: not yet measured."
+    cells: dict[str, dict[str, str]] = {}
+    for each in records["published"]["results"]:
+        if not each["source"].startswith("LLMQ"):
+            continue
+        model, where_ = each["what"].split(", ")
+        cells.setdefault(where_, {})[model] = f"{each['published']:.2f} / {each['predicted']:.2f}"
+    models = sorted({model for row in cells.values() for model in row}, key=lambda m: float(m[:-1]))
+    return rst(
+        ["chips", *models],
+        [[where_, *(row.get(model) for model in models)] for where_, row in cells.items()],
+    )
+
+
+CARDS = {
+    "rtx4090": "RTX 4090",
+    "l40s": "L40S",
+    "rtx5090": "RTX 5090",
+    "rtxpro6000": "RTX PRO 6000",
+    "h100": "H100",
+}
+
+
+def cards(records: Records) -> str:
+    """Return predicted speeds with their intervals on chips without a measured step, next to
+    LLMQ's."""
+    if "published" not in records:
+        return "Predicted speeds: not yet measured."
+    found = records["published"]["cards"]
+    models = list(dict.fromkeys(each["model"] for each in found))
+    rows = []
+    for chip in dict.fromkeys(each["chip"] for each in found):
+        row = [CARDS[chip]]
+        for each in (each for each in found if each["chip"] == chip):
+            low, high = each["interval"]
+            row.append(f"{each['predicted']:.2f} ({low:.2f} to {high:.2f})")
+            row.append(each["published"] and f"{each['published']:.2f}")
+        rows.append(row)
+    header = ["chip", *(f"{model}{of}" for model in models for of in ("", ", LLMQ"))]
+    return rst(header, rows)
 
 
 def models(records: Records) -> str:
@@ -1061,27 +1120,48 @@ RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {
 
 
 def summary(records: Records) -> str:
-    """Return the three figures of `README.rst` by backend, of a GPU."""
+    """Return the three figures of `README.rst` by backend, of a GPU, with one line on their base."""
     rows = [
         [
-            quoted(name),
-            *(
-                targets.Figure(what, of(backend), read(backend)).shown(records)
-                for what, of, read in targets.SUMMARY
-            ),
+            quoted(backend),
+            *(targets.of_summary(what, backend).shown(records) for what, *_ in targets.SUMMARY),
         ]
-        for name, backend in targets.SUMMARIZED.items()
+        for backend in targets.SUMMARIZED
     ]
-    settings: dict[str, list[str]] = {}
-    for file, setting in targets.SETTINGS.items():
-        if file in records:
-            told = setting.format(
-                seeds=targets.seeds_of(records[file], targets.SUMMARIZED.values())
-            )
-            settings.setdefault(where(records[file]), []).append(told)
-    captions = [f"{'; '.join(each)}: {machine}." for machine, each in settings.items()]
     table = rst(["backend", *(what for what, *_ in targets.SUMMARY)], rows)
-    return "\n\n".join([table, *filter(None, [textwrap.fill(" ".join(captions), 120)])])
+    measured_on = {
+        record["machine"]["chip"] for name, record in records.items() if name in SUMMARIZED_RECORDS
+    }
+    return "\n\n".join([table, *(targets.CAPTION.format(chip=chip) for chip in measured_on)])
+
+
+SUMMARIZED_RECORDS = ("step_8b_gpu", "step_8b_te_gpu", "scale_loss_gpu")
+"""Records of `summary`, of one GPU."""
+
+
+def choices(records: Records) -> str:
+    """Return three wishes, with the backend to take and its measured gain."""
+    fastest = chips.advice_for(chips.product_named("h100").gpu).backend
+    speed = targets.of_summary(targets.SPEED, fastest).shown(records)
+    peak = targets.of_summary(targets.PEAK, "msamp:O2").shown(records)
+    rows = [
+        [
+            "train faster",
+            quoted(fastest),
+            f"{speed} times bf16's speed with torch.compile, measured on an H200",
+        ],
+        [
+            "less memory",
+            quoted("msamp:O2"),
+            f"{peak} peak memory, measured on an H200; runs anywhere",
+        ],
+        [
+            "check a recipe",
+            quoted("native:dynamic"),
+            "a GPU's casts on any machine; slower than bf16",
+        ],
+    ]
+    return rst(["wish", "take", "gain"], rows)
 
 
 def main_figures(records: Records) -> str:
@@ -1108,6 +1188,7 @@ def main_figures(records: Records) -> str:
 
 TABLES: dict[str, Callable[[Records], str]] = {
     "summary": summary,
+    "choices": choices,
     "figures": main_figures,
     "targets-cpu": targets_cpu,
     "targets-gpu": targets_gpu,
@@ -1132,6 +1213,8 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "estimate": estimate,
     "models": models,
     "published": published,
+    "llmq": llmq,
+    "cards": cards,
     "reliability": reliability,
 }
 _MARKED = re.compile(

@@ -436,13 +436,7 @@ def _times(backend: str) -> Callable[[dict], str]:
     return read
 
 
-SUMMARIZED = {
-    "native": "native:dynamic",
-    "ao": "ao:tensorwise",
-    "te": "te:delayed",
-    "msamp:O2": "msamp:O2",
-}
-"""Backends by their short names."""
+SUMMARIZED = ("native:dynamic", "ao:tensorwise", "te:delayed", "msamp:O2")
 
 
 def seeds_of(record: dict, variants: Collection[str]) -> str:
@@ -474,21 +468,29 @@ def _peak_on_gpu(backend: str) -> Callable[[dict], str]:
 
 def _joined(read: Callable[[str], Callable[[dict], str]]) -> Callable[[dict], str]:
     return lambda record: ", ".join(
-        read(each)(record) for each in SUMMARIZED.values() if step_of(each) == _8B
+        read(each)(record) for each in SUMMARIZED if step_of(each) == _8B
     )
 
 
+SPEED, PEAK = "speed, times bf16's", "peak memory, over bf16's"
 SUMMARY = (
-    ("speed, times bf16's", step_of, _speed_on_gpu),
-    ("peak memory, over bf16's", step_of, _peak_on_gpu),
-    ("held-out loss − bf16's, nats", lambda backend: _LOSS, _gap),
+    (SPEED, step_of, _speed_on_gpu),
+    (PEAK, step_of, _peak_on_gpu),
+    ("held-out loss − bf16's, nats, 95 %", lambda backend: _LOSS, _gap),
 )
 """The figures of `README.rst`: the column, and the record and a reader of each backend."""
-SETTINGS = {
-    _8B: "Speed and memory: four layers of Llama 8B, sequence 8192, compiled",
-    _8B_TE: "``te`` in another run",
-    _LOSS: "loss: a Llama of 10.7 M parameters, 160 steps, {seeds} seeds, 95 % intervals",
-}
+CAPTION = (
+    "{chip}, against bf16 autocast over FP32 weights: four layers of Llama 8B, compiled; losses at "
+    "10.7 M parameters."
+)
+
+
+def of_summary(what: str, backend: str) -> Figure:
+    """Return a figure of SUMMARY for a backend."""
+    ((record, reader),) = [
+        (of(backend), read(backend)) for name, of, read in SUMMARY if name == what
+    ]
+    return Figure(what, record, reader)
 
 
 FIGURES = (

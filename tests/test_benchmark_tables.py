@@ -34,15 +34,20 @@ MACHINE = {
 
 def test_documents_show_measured_figures():
     """Compare every table of `benchmarks/tables.py` with the records in `benchmarks/results`: the
-    summary in the README and the index, models, reliability and published runs in their pages, the
-    others in `benchmarks/README.rst`. `benchmarks/tables.py --write` updates them."""
+    summary in the README and the index, choices and cards in the README, models, reliability and
+    published runs in their pages, the others in `benchmarks/README.rst`.
+
+    `benchmarks/tables.py --write` updates them."""
     texts = [tables.between_markers(path.read_text(encoding="utf-8")) for path in tables.DOCUMENTS]
     readme, measurements, index, *pages = texts
     records = targets.load(tables.RESULTS)
     made = {name: table(records) for name, table in tables.TABLES.items()}
-    assert readme == index == {"summary": made.pop("summary")}
+    assert index == {"summary": made["summary"]}
+    of_readme = {name: made.pop(name) for name in ("summary", "choices", "cards")}
+    assert readme == of_readme
     shown = [{name: text for name, text in page.items() if name in made} for page in pages]
-    assert shown == [{name: made.pop(name)} for name in ("models", "reliability", "published")]
+    in_pages = (("models", "llmq"), ("reliability",), ("published",))
+    assert shown == [{name: made.pop(name) for name in names} for names in in_pages]
     assert measurements == made
 
 
@@ -74,10 +79,12 @@ def test_summary_figures_come_from_records():
         "step_8b_gpu": {"machine": MACHINE | {"chip": "NVIDIA H200", "gpus": 1}, "results": results}
     }
     shown = tables.summary(records)
-    assert re.search(r"^``native`` +1.40 +\N{MINUS SIGN}10 % +not yet measured$", shown, re.M)
+    assert re.search(
+        r"^``native:dynamic`` +1.40 +\N{MINUS SIGN}10 % +not yet measured$", shown, re.M
+    )
     assert (
         re.search(r"^``msamp:O2`` +1.50 +\N{MINUS SIGN}40 % +not yet", shown, re.M)
-        and "compiled: NVIDIA H200" in shown
+        and "NVIDIA H200, against bf16 autocast over FP32 weights" in shown
     )
     shown = tables.main_figures(records)
     assert re.search(r"^\*\*on a GPU\*\*.*  1.40, 1.20, 1.50$", shown, re.M)

@@ -3,11 +3,12 @@ train in.
 
 Sources: an H200 (MEASURED); TransformerEngine's own rules (`is_fp8_available` and so on, version
 2.20); the operands of `torch._scaled_mm` and `torch.nn.functional.scaled_mm`; the vendors' tables
-of matrix instructions; and reports: FP8 without speed on Ada (TransformerEngine issue 972,
-torchtitan issue 548); rates of instructions on compute capability 12 (flashinfer issue 3628), MXFP8
-there (TorchAO issue 4932, PyTorch issue 198126), and rowwise products (PyTorch issue 192707; PR
-161236, in the binary of torch 2.11); rowwise on Ada and Windows (FreeToken PR 243, PyTorch issue
-177651), and its speed (Unsloth's models/float8_training.py).
+of matrix instructions; and reports: steps with one scale a tensor on Ada and compute capability 12
+(LLMQ's README at b77d969); rates of instructions on the latter (flashinfer issue 3628), MXFP8 there
+(TorchAO issue 4932, PyTorch issue 198126), and rowwise products (PyTorch issue 192707; PR 161236,
+in the binary of torch 2.11); rowwise on Ada and Windows (FreeToken PR 243, PyTorch issue 177651),
+and its speed (Unsloth's models/float8_training.py); current scaling first on Hopper
+(Megatron-Bridge's recipes `*_h100_fp8cs_config`).
 """
 
 from dataclasses import dataclass, field
@@ -223,23 +224,14 @@ class Chip:
 
 
 _TWICE_AS_FAST = "FP8 products are twice as fast as bf16's"
-_COMPILE = "with torch.compile"
-_UNCERTAIN = Advice(
-    "bf16",
-    "",
-    "it has FP8 products, and reports say that they bring little or no speed there: compare first "
-    "(fp8-backends compare); msamp:O2 saves memory in any case",
+_NATIVE = Advice("fp8", "native:dynamic", f"{_TWICE_AS_FAST}; with torch.compile")
+_TORCHAO = _NATIVE._replace(backend="ao:tensorwise")
+_OWN_CODES = _TORCHAO._replace(
+    reason=f"{_TWICE_AS_FAST}, in codes of a kind of its own, which TorchAO uses; with torch.compile"
 )
-_MXFP8 = _UNCERTAIN._replace(
-    reason=f"{_UNCERTAIN.reason}; native:mxfp8 with torch 2.14 is the one to compare: GeForce "
-    "halves the rate of FP32 sums in all other products (reported for an RTX 5060 Ti: FP16 51, FP8 "
-    "102, MXFP8 202 TFLOP/s)"
-)
-_NATIVE = Advice("fp8", "native:dynamic", f"{_TWICE_AS_FAST}; {_COMPILE}")
-_TORCHAO = Advice(
-    "fp8",
-    "ao:tensorwise",
-    f"{_TWICE_AS_FAST}, in codes of a kind of its own, which TorchAO uses; {_COMPILE}",
+_PUBLISHED = _NATIVE._replace(
+    reason="LLMQ (fused C++, an upper bound) publishes 1.2 to 1.6 times bf16's speed by this rule "
+    "from 1.5 billion parameters on; with torch.compile; compare first (fp8-backends compare)"
 )
 
 _NO_FP8 = dict.fromkeys(
@@ -257,9 +249,11 @@ H200 = Rates(989e12, 1979e12, 4.8e12, 450e9, 50e9, "measured on an H200 (but for
 _B200 = Rates(2250e12, 4500e12, 7.67e12, 900e9, 50e9)
 _RTX4090 = Rates(165.2e12, 330.3e12, 1.008e12, 32e9, 12.5e9)
 _RTX5090 = Rates(209.5e12, 419e12, 1.792e12, 64e9, 12.5e9)
+_PRO6000 = Rates(503.8e12, 1007.6e12, 1.792e12, 64e9, 12.5e9)
 """Limits as listed by: glennklockwood.com/garden/processors/h100, itkb.uw.cz (H200, NVLink of
 Blackwell), torchao's `testing/training/roofline_utils.py` at 36027d8 (B200, RTX 5090), mullet.se
-(NVIDIA's data sheet of the L40S), waredb.com (RTX 4090). PCIe 4 x16 and 5 x16 without NVLink."""
+(NVIDIA's data sheet of the L40S), waredb.com (RTX 4090), LLMQ's `src/utilities/sol.cpp` at b77d969
+(RTX PRO 6000; its memory is the RTX 5090's). PCIe 4 x16 and 5 x16 without NVLink."""
 
 CHIPS = (
     Chip("cpu", "CPU", "no GPU", None, _NO_FP8 | {"ao:rowwise": Cell(EMULATED, "rowwise-cpu")}),
@@ -282,7 +276,7 @@ CHIPS = (
             "ao:rowwise": _ROWS_ADA,
             "native:rowwise": _ROWS_ADA,
         },
-        advice=_UNCERTAIN,
+        advice=_PUBLISHED,
         rates=_RTX4090,
     ),
     Chip(
@@ -296,7 +290,7 @@ CHIPS = (
             "native:blockwise": Cell(FP8, "block-e4m3", _BLOCK_CUDA, EMULATED),
         },
         advice=_NATIVE,
-        te_backend="te:delayed",
+        te_backend="te:dynamic",
         rates=H200,
         native_recorded=True,
         grouped_products=True,
@@ -311,7 +305,7 @@ CHIPS = (
             "te:mxfp8": _YES,
             "native:mxfp8": Cell(FP8, "mxfp8-cuda", _MX_CUDA, EMULATED),
         },
-        advice=_NATIVE,
+        advice=_TORCHAO,
         te_backend="te:mxfp8",
         rates=_B200,
     ),
@@ -326,7 +320,7 @@ CHIPS = (
             "native:rowwise": _ROWS_RTX,
             "native:mxfp8": Cell(FP8, "mxfp8-rtx", (13, 0), EMULATED, (2, 14)),
         },
-        advice=_MXFP8,
+        advice=_PUBLISHED,
         rates=_RTX5090,
     ),
     Chip(
@@ -340,9 +334,9 @@ CHIPS = (
             "native:dynamic": _OTHER_CODES,
             "native:rowwise": _OTHER_CODES,
         },
-        advice=_TORCHAO,
+        advice=_OWN_CODES,
     ),
-    Chip("mi350", "MI350", "gfx95", "gfx95", advice=_NATIVE),
+    Chip("mi350", "MI350", "gfx95", "gfx95", advice=_TORCHAO),
 )
 CPU, BEFORE_FP8, *_ = CHIPS
 
@@ -369,7 +363,7 @@ SOLD = {product.name: product for product in (
     Product("rtx4090", (8, 9), 24, _RTX4090),
     Product("h100", (9, 0), 80, H200._replace(memory=3.35e12, source="the H200's curves by the H100's limits (SXM)")),
     Product("h200", (9, 0), 141, H200), Product("b200", (10, 0), 180, _B200), Product("b300", (10, 3), 270),
-    Product("rtx5090", (12, 0), 32, _RTX5090),
+    Product("rtx5090", (12, 0), 32, _RTX5090), Product("rtxpro6000", (12, 0), 96, _PRO6000),
     Product("mi300x", "gfx942", 192), Product("mi325x", "gfx942", 256), Product("mi350x", "gfx950", 288),
 )}  # fmt: skip
 """Memory is from NVIDIA's and AMD's data sheets (B200 and B300: a DGX's memory over its 8 GPUs).
@@ -480,13 +474,19 @@ def advice_for(
     chip = chip_of(gpu)
     if chip.advice is None:
         return next(advice for first, advice in _OLDER if _is_from(gpu, first))
-    if chip.advice.precision != "fp8":
-        return chip.advice
     if te_runs and chip.te_backend:
         return chip.advice._replace(backend=chip.te_backend)
-    if auto_on(chip).backend == "native":
-        return chip.advice
-    return chip.advice._replace(backend=_TORCHAO.backend)
+    return chip.advice
+
+
+def recommended() -> list[tuple[Chip, str, str]]:
+    """Return each chip with FP8 products, and the backend to take without and with
+    TransformerEngine: for doctor, README, guides and pictures alike."""
+    return [
+        (chip, advice_for(chip.gpu).backend, advice_for(chip.gpu, te_runs=True).backend)
+        for chip in CHIPS
+        if chip.fp8
+    ]
 
 
 def cell_of(backend: str, chip: Chip) -> Cell | None:

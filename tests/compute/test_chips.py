@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 import fp8_backends
@@ -16,9 +14,15 @@ from fp8_backends.compute.chips import (
     REFUSED,
     Chip,
     advice_for,
+    auto_on,
     cell_of,
     chip_of,
+    recommended,
 )
+
+
+def chip_named(key: str) -> Chip:
+    return chips.product_named(key).chip
 
 
 def test_table_has_one_row_per_backend_and_one_cell_per_chip():
@@ -104,13 +108,14 @@ def test_mxfp8_on_rtx_blackwell_needs_the_reported_torch():
 @pytest.mark.parametrize(
     ("gpu", "te", "precision", "backend", "reason"),
     [
-        ((12, 0), True, "bf16", "", "little or no speed"),
-        ((12, 0), False, "bf16", "", "native:mxfp8 with torch 2.14"),
+        ((12, 0), True, "fp8", "native:dynamic", "LLMQ"),
+        ((12, 0), False, "fp8", "native:dynamic", "compare first"),
         ((11, 0), True, "fp8", "te:mxfp8", "twice as fast"),
         ((10, 3), False, "fp8", "ao:tensorwise", "torch.compile"),
-        ((9, 0), True, "fp8", "te:delayed", "twice as fast"),
+        ((9, 0), True, "fp8", "te:dynamic", "twice as fast"),
         ((9, 0), False, "fp8", "native:dynamic", "torch.compile"),
-        ((8, 9), True, "bf16", "", "compare first"),
+        ((8, 9), True, "fp8", "native:dynamic", "upper bound"),
+        ((8, 9), False, "fp8", "native:dynamic", "compare first"),
         ((8, 6), False, "bf16", "", "none in FP8"),
         ((8, 0), False, "bf16", "", "none in FP8"),
         ((7, 5), False, "fp16", "", "loss scaler"),
@@ -129,20 +134,26 @@ def test_recommended_precision_for_each_gpu(gpu, te, precision, backend, reason)
     assert not backend or cell_of(backend, chip_of(gpu)).state == FP8
 
 
-def test_advice_is_native_for_chips_with_recorded_training(monkeypatch):
+def test_native_is_advised_where_it_or_its_rule_is_on_record():
+    """`auto` takes native only where a training by native itself is."""
     assert [chip.key for chip in CHIPS if chip.native_recorded] == ["hopper"]
-    assert (
-        advice_for((9, 0)).backend == "native:dynamic"
-        and advice_for((10, 0)).backend == "ao:tensorwise"
-    )
-    none = [dataclasses.replace(chip, native_recorded=False) for chip in CHIPS]
-    monkeypatch.setattr(chips, "CHIPS", none)
-    assert advice_for((9, 0)).backend == "ao:tensorwise"
+    native = {chip.key for chip, backend, _ in recommended() if backend.startswith("native:")}
+    published = {chip.key for chip in CHIPS if chip.advice and "LLMQ" in chip.advice.reason}
+    assert native == {"hopper", *published} and published == {"ada", "rtx-blackwell"}
+    assert {key for key in native if auto_on(chip_named(key)).backend == "native"} == {"hopper"}
+
+
+def test_each_fp8_chip_has_one_recommendation_that_runs_there():
+    assert [chip for chip, *_ in recommended()] == [chip for chip in CHIPS if chip.fp8]
+    for chip, backend, with_te in recommended():
+        assert cell_of(backend, chip).state == cell_of(with_te, chip).state == FP8
+        assert with_te == backend or with_te.startswith("te:") and not backend.startswith("te:")
 
 
 def test_chip_is_found_by_any_alias():
     assert {product.chip for product in chips.PRODUCTS.values()} == {*CHIPS}
     assert all(chips.product_named(chip.key).chip is chip for chip in CHIPS)
+    assert chips.product_named("RTX PRO 6000").gib == 96
     assert chips.product_named("RTX 4090").chip is chip_of((8, 9)) and chips.product_named(
         "mi300x"
     ).chip is chip_of("gfx942")

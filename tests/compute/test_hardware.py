@@ -116,7 +116,7 @@ def test_advice_is_for_weakest_gpu_or_cpu(gpus):
     gpus((9, 0), (7, 0))
     assert hardware.advice().precision == "fp16" and hardware.chip().key == "before-fp8"
     gpus((9, 0), (9, 0))
-    assert hardware.advice(te_runs=True).backend == "te:delayed"
+    assert hardware.advice(te_runs=True).backend == "te:dynamic"
     gpus()
     assert hardware.advice().precision in ("bf16", "fp32") and hardware.chip().key == "cpu"
 

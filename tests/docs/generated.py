@@ -1,4 +1,4 @@
-"""Generate parts of the documentation: known problems, chips, engines, features, fields of recipes,
+"""Generate parts of the documentation: known problems, chips, machines, engines, features, fields of recipes,
 packed autograd nodes, rooms, and the list of examples.
 
 python tests/docs/generated.py --write    writes them into the pages
@@ -44,6 +44,31 @@ def chip_table() -> str:
         for n, note in enumerate(chips.NOTES.values(), 1)
     )
     return "\n\n".join([simple_table(rows), textwrap.fill(" ".join(sentences), WIDTH), notes])
+
+
+def machines() -> str:
+    """Return the recommended backend by machine, from `chips.recommended`; equal chips in a row."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for chip, backend, te in chips.recommended():
+        with_te = "" if te == backend else f"``{te}``"
+        name = chip.title if isinstance(chip.gpu, str) else chip.examples
+        groups.setdefault((f"``{backend}``", with_te, chip.advice.reason), []).append(name)
+    for name, (gpu, reason) in WITHOUT_FP8.items():
+        groups[chips.advice_for(gpu, cpu_bf16=True).precision, "", reason] = [name]
+    rows = [["machine", "take", "with te", "why"]]
+    for (backend, with_te, reason), names in groups.items():
+        first, *others = textwrap.wrap(reason, 36)
+        rows.append([", ".join(names), backend, with_te, first])
+        rows += [["", "", "", other] for other in others]
+    return simple_table(rows)
+
+
+WITHOUT_FP8 = {
+    "A100, RTX 30, MI200": ((8, 0), "no FP8 products; msamp:O2 saves memory, and costs time"),
+    "V100, T4": ((7, 0), "no bf16 products either: with a loss scaler"),
+    "laptop, CI machine": (None, "native:dynamic checks a recipe, slower than bf16"),
+}
+"""A GPU of each kind, as `chips.advice_for` takes it, and a reason."""
 
 
 def rules() -> str:
@@ -207,16 +232,17 @@ def rooms() -> str:
 
 
 TABLES = {
+    "choosing.rst": {"machines": machines},
     "contributing.rst": {"rooms": rooms},
     "examples.rst": {"examples": gallery},
     "fields.rst": {"fields": recipe_fields},
-    "speed.rst": {"rates": limits},
     "tables.rst": {
         "chips": chip_table,
         "engines": engines,
         "features": features,
         "nodes": packed_nodes,
         "constants": constants,
+        "rates": limits,
     },
 }
 DOCUMENTS = [GUIDES / name for name in ("checks.rst", *TABLES)]

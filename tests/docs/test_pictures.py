@@ -77,21 +77,19 @@ def test_levels_have_the_recorded_bytes():
 
 
 def test_the_tree_has_each_chip_once_with_its_advice():
-    of_chips, _, of_te = pictures.CHOICE.values()
+    _, of_chips = pictures.CHOICE.values()
     assert sorted(key for each in of_chips for key in each.chips) == sorted(
         chip.key for chip in chips.CHIPS
     )
     for each in of_chips:
         for chip in (chip for chip in chips.CHIPS if chip.key in each.chips):
             advice = chips.advice_for(chip.gpu, cpu_bf16=True)
-            assert (advice.precision == "fp8") == (each.take == ""), chip.key
-            if not each.take:
-                installed, without = of_te
-                assert advice.backend in f"{without.take} {without.reason}", chip.key
-                emulates = chips.cell_of("native:dynamic", chip).state != chips.FP8
-                assert emulates == (f"({chip.title} emulates it)" in without.reason), chip.key
-                with_te = chips.advice_for(chip.gpu, te_runs=True)
-                assert not chip.te_backend or with_te.backend.split(":")[0] == installed.take
+            with_te = chips.advice_for(chip.gpu, te_runs=True, cpu_bf16=True)
+            if advice.precision == "fp8":
+                assert each.take == advice.backend, chip.key
+                assert (with_te.backend in each.reason) == (with_te != advice), chip.key
+            else:
+                assert each.take in ("bf16", "native:dynamic"), chip.key
 
 
 def test_the_tree_takes_what_the_readme_or_the_guide_names():
@@ -106,11 +104,10 @@ def test_the_tree_takes_what_the_readme_or_the_guide_names():
         for word in re.findall(r"[\w+]+:[\w…]+|\bte\b|\bao\b", f"{each.take} {each.reason}")
     }
     assert named == {
-        "native:…",
         "msamp:O2",
         "msamp:O4",
-        "te",
-        "te+msamp:O2",
+        "te:dynamic",
+        "te:mxfp8",
         "ao:tensorwise",
         "native:dynamic",
     }

@@ -5,24 +5,22 @@ from __future__ import annotations
 import configparser
 import json
 import re
+import sys
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
-from documents import README, ROOT
+from documents import GUIDES, README, ROOT, literal_blocks
 from docutils import nodes
 from docutils.core import publish_doctree
 
-from fp8_backends.compute.chips import advice_for, product_named
+from fp8_backends.compute.chips import advice_for, product_named, recommended
+from fp8_backends.evidence.proof import Proof
+
+sys.path.append(str(ROOT / "benchmarks"))
+import training  # noqa: E402
 
 TEXT = README.read_text(encoding="utf-8")
-PRODUCTS = {
-    "L4": "l4",
-    "RTX 40": "rtx4090",
-    "RTX 50": "rtx5090",
-    "RTX PRO 6000": "rtx-blackwell",
-    "RTX 30": "rtx3090",
-}
-"""Products whose name here is another than in `chips`."""
-PRODUCTS |= {"MI300": "mi300", "MI350": "mi350"}
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -36,22 +34,64 @@ def rows(heading: str) -> list[list[str]]:
     return found
 
 
-MACHINES = rows("machine or wish")[:6]
+FASTEST = advice_for(product_named("h100").gpu).backend
+"""The backend of first commands: an H100's, as the README's first wish."""
 
 
-@pytest.mark.parametrize("machines,take,why", MACHINES, ids=[row[0] for row in MACHINES])
-def test_choice_by_machine_is_the_advice_of_chips(machines, take, why):
-    for name in machines.split(", "):
-        gpu = product_named(PRODUCTS.get(name, name)).gpu
-        advice, with_te = advice_for(gpu), advice_for(gpu, te_runs=True)
-        if advice.precision == "fp8":
-            # "te" stands for its default, "te:delayed"
-            advised = dict.fromkeys((advice.backend, with_te.backend))
-            assert [
-                full.startswith(each) for each, full in zip(take.split(", "), advised, strict=True)
-            ] == [True] * len(advised)
-        else:
-            assert advice.precision == with_te.precision == "bf16" == take.split(",")[0], name
+def test_three_wishes_take_the_recommended_backends():
+    faster, memory, check = rows("wish")
+    assert faster[1] == check[1] == FASTEST and memory[1] == "msamp:O2"
+
+
+@pytest.mark.parametrize("page", ["README", "index", "launching", "trainers"])
+def test_first_command_of_a_page_takes_the_recommended_backend(page):
+    path = README if page == "README" else GUIDES / f"{page}.rst"
+    first = re.search(r"--fp8_backend (\S+)", path.read_text(encoding="utf-8"))
+    assert first[1] == FASTEST
+
+
+def test_first_notebook_takes_the_recommended_backend():
+    notebook = json.loads((ROOT / "fp8_backends/examples/first_training.ipynb").read_text("utf-8"))
+    text = "".join(line for cell in notebook["cells"] for line in cell["source"])
+    assert re.search(r"--fp8_backend (\S+)", text)[1] == FASTEST
+
+
+def test_every_page_names_the_chips_backends():
+    """Tables and pictures come from `chips.recommended`; no other string stands next to a chip."""
+    guide = (GUIDES / "choosing.rst").read_text(encoding="utf-8")
+    table = re.search(r"begin table machines\n(.*?)end table", guide, re.S)[1]
+    picture = (GUIDES / "pictures" / "decision_tree_light.svg").read_text(encoding="utf-8")
+    for _, backend, with_te in recommended():
+        assert f"``{backend}``" in table and f">{backend}<" in picture
+        assert with_te == backend or f"``{with_te}``" in table and with_te in picture
+
+
+def test_the_proof_line_has_the_facts_of_its_record():
+    """Share and engine are recorded; the layers are those of the recorded shape."""
+    (line,) = [block for block in literal_blocks(README) if "of weight FLOPs in FP8" in block.text]
+    results = ROOT / "benchmarks" / "results"
+    step = json.loads((results / "step_1b_gpu.json").read_text())
+    (found,) = [
+        each for each in step["results"] if (each["backend"], each["form"]) == (FASTEST, "eager")
+    ]
+    engine, *_ = json.loads((results / "check_eager_gpu.json").read_text())["checks"]
+    assert step["machine"]["chip"] == "NVIDIA H200" and engine["passed"]
+    width, mlp, depth, heads, key_value = training.SHAPES[step["arguments"]["shape"]].values()
+    a_layer = width * (2 * width + 2 * key_value * width // heads + 3 * mlp)
+    head = a_layer * depth * (1 / found["flops_share"] - 1) / width
+    # the share is that of all products of all layers but the head
+    assert head == pytest.approx(training.SMALL_VOCABULARY)
+    layers = 7 * depth
+    proof = Proof(
+        FASTEST,
+        Counter(Linear=layers),
+        Counter(Linear=layers + 1),
+        SimpleNamespace(share=found["flops_share"]),
+        ["fprop", "dgrad", "wgrad"],
+        engine["engine"],
+        *([], [], []),
+    )
+    assert line.text.strip() == str(proof)
 
 
 def test_versions_are_the_bounds_of_the_metadata():

@@ -127,8 +127,8 @@ def test_the_api_page_documents_every_public_name():
     assert len(documented) == len({*documented})
 
 
-def test_the_readme_has_at_most_200_lines():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+def test_the_readme_has_at_most_180_lines():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 180
 
 
 def test_troubleshooting_quotes_messages_of_the_code():
@@ -198,16 +198,6 @@ def test_examples_on_several_ranks_end_their_process_groups():
     # commands start the README's on several ranks
     for block in (code_blocks("python", README)[0], *on_ranks):
         assert re.search(r"\b(end_training|destroy_process_group)\(\)$", block.text.rstrip()), block
-
-
-def test_the_readme_shows_the_printed_proof_line(tmp_path):
-    (proof,) = [
-        block.text.strip()
-        for block in literal_blocks(README)
-        if "of weight FLOPs in FP8" in block.text
-    ]
-    ended = warm_process.run("-c", code_blocks("python", README)[0].text, cwd=tmp_path)
-    assert proof.rpartition(" (")[0] in ended.stderr  # the engine in brackets is the machine's
 
 
 @pytest.mark.slow

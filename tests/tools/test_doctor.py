@@ -214,7 +214,7 @@ def test_another_chip_is_described_by_its_product_name(capsys):
     assert found["chip"]["key"] == "hopper" and found["advice"]["precision"] == "fp8"
     assert main(["doctor", "--chip", "l40s"]) == 0
     printed = capsys.readouterr().out
-    assert "train in bf16: it has FP8 products" in printed and "8.9 (L4, L40S, RTX 40)" in printed
+    assert "LLMQ (fused C++, an upper bound)" in printed and "8.9 (L4, L40S, RTX 40)" in printed
     assert main(["doctor", "--chip", "l40"]) == 2
     assert "did you mean 'l40s'" in capsys.readouterr().err
 
