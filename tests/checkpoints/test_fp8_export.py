@@ -42,15 +42,13 @@ def multiplied(monkeypatch):
 
     def run(model):
         found, running = {}, []
-        fprop = linear._fprop
+        multiply = linear.fp8_product
 
-        def recorded(rule, x8, w8, weight, out_dtype):
-            found[running[-1]] = (
-                (weight.data, weight.scale_inv) if w8.codes is None else (w8.codes, w8.scale_inv)
-            )
-            return fprop(rule, x8, w8, weight, out_dtype)
+        def recorded(rule, x8, w8, *arguments, **how):
+            found[running[-1]] = tuple(w8)
+            return multiply(rule, x8, w8, *arguments, **how)
 
-        monkeypatch.setattr(linear, "_fprop", recorded)
+        monkeypatch.setattr(linear, "fp8_product", recorded)
         hooks = [
             layer.register_forward_pre_hook(lambda *_, name=name: running.append(name))
             for name, layer in model.named_modules()
