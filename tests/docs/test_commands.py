@@ -70,7 +70,7 @@ TRAINS_HERE = {
     "fp8-backends launch --fp8_backend native:dynamic train.py": "native:dynamic",
     "ACCELERATE_MIXED_PRECISION=fp8 ACCELERATE_FP8_BACKEND=native:rowwise python "
     "train.py": "native:rowwise",
-    "fp8-backends launch --fp8_backend native:rowwise train.py --lr 1e-4": "native:rowwise",
+    "fp8-backends launch --fp8_backend native:dynamic train.py --lr 1e-4": "native:dynamic",
     "fp8-backends launch --cpu --num_processes 2 --fp8_backend msamp:O2 train.py": "msamp:O2",
 }
 UNDER_TORCHRUN = "ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 train.py"
