@@ -36,10 +36,10 @@ from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
 from ..products import EMULATED, engine_for
 from ..refusals import refuse_cut_since, refuse_transforms
-from .layer_rule import LayerRule, parallel
+from .layer_rule import FROZEN, LayerRule, parallel
 from .linear import FP8Linear, FP8Products
 from .scaling_states import KeepsLedger, Ledger, SharedCodes, with_noted_amaxes
-from .weights import FROZEN, kind_of, read
+from .weights import kind_of, read
 
 
 class NativeCompute(Compute):

@@ -24,6 +24,8 @@ from ...formats.scaling import (
 )
 from ...kernels import quantize as quantization
 from ...kernels.layouts import Layouts
+from ...tensors.block_codes import BlockCodes
+from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import agreed_over, is_distributed
 from ..counts import KINDS
 from ..products import block_scaled_product, scaled_product
@@ -248,6 +250,14 @@ def in_blocks(
     if is_cut_row:
         return Layouts(*codes, whole.transposed, whole.transposed_scale_inv)
     return Layouts(whole.codes, whole.scale_inv, *codes)
+
+
+FROZEN = (ScaledTensor, BlockCodes)
+"""Types of frozen FP8 weights (`fp8_params`); products read their codes directly. A ScaledTensor
+has E4M3 codes with one scale, a power of two: FP32 and bf16 hold every value exactly, and a saved
+weight is loaded to the bit. BlockCodes keep the codes of a checkpoint: FP8 with a scale for 128 x
+128 values, or others that the rule's cast reads as values.
+"""
 
 
 class Stored(NamedTuple):

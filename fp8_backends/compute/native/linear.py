@@ -28,6 +28,7 @@ from ..refusals import (
 from .layer_rule import (
     DGRAD,
     FPROP,
+    FROZEN,
     PARALLEL,
     WGRAD,
     LayerRule,
@@ -39,7 +40,7 @@ from .layer_rule import (
     split_of,
 )
 from .scaling_states import KeepsLedger, Ledger, SharedCodes
-from .weights import FROZEN, kind_of, read
+from .weights import kind_of, read
 
 
 class Operands(NamedTuple):

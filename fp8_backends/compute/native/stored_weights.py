@@ -12,7 +12,7 @@ from ...tensors.block_codes import SQUARE_CODES, BlockCodes
 from ...tensors.gathered_codes import GatheredCodes
 from ...tensors.scaled_tensor import Kind, ScaledTensor, quantize
 from ...torch_tools.backward_end import is_checkpointed
-from .layer_rule import PlainWeight, Stored, quantized
+from .layer_rule import FROZEN, PlainWeight, Stored, quantized
 
 
 def frozen(weight: torch.Tensor) -> ScaledTensor:
@@ -41,7 +41,7 @@ class ScaledWeight(PlainWeight):
         return super().quantized(layer, matrix, for_dgrad, recorded, split, amax)
 
     def loaded(self, layer, before):
-        if layer.fp8_rule.frozen_weight and not isinstance(layer.weight, ScaledTensor):
+        if layer.fp8_rule.frozen_weight and not isinstance(layer.weight, FROZEN):
             values = layer.weight.detach()
             layer.weight = nn.Parameter(frozen(layer.weight), requires_grad=False)
             layer.weight.copy_(values)

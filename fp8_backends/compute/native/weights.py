@@ -9,17 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...tensors.block_codes import BlockCodes
 from ...tensors.gathered_codes import FPROP
-from ...tensors.scaled_tensor import ScaledTensor
 from .layer_rule import PlainWeight, Stored
 
-FROZEN = (ScaledTensor, BlockCodes)
-"""Types of frozen FP8 weights (`fp8_params`); products read their codes directly. A ScaledTensor
-has E4M3 codes with one scale, a power of two: FP32 and bf16 hold every value exactly, and a saved
-weight is loaded to the bit. BlockCodes keep the codes of a checkpoint: FP8 with a scale for 128 x
-128 values, or others that the rule's cast reads as values.
-"""
 PLAIN = PlainWeight()
 
 

@@ -9,6 +9,7 @@ from ...compute.counts import KINDS, RECOMPUTED
 from ...compute.native.layer_rule import (
     DGRAD,
     FPROP,
+    FROZEN,
     WGRAD,
     Stored,
     fp8_product,
@@ -16,7 +17,7 @@ from ...compute.native.layer_rule import (
     quantized_gradient,
 )
 from ...compute.native.linear import FP8Linear
-from ...compute.native.weights import FROZEN, kind_of, read
+from ...compute.native.weights import kind_of, read
 from ...compute.products import plain_product
 from ...formats.scaling import GRAD_OUTPUT, INPUT
 from .deferred_logits import HEADS, DefersLogits, HeadProducts
