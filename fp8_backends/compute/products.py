@@ -10,6 +10,7 @@ FP32, and in bf16 for blocks with a largest value of at least 2**-115: all engin
 order of the FP32 sums, and one rounding.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -120,8 +121,7 @@ def block_scaled_product(
         multiply = _mx_scaled_mm if a_blocks is MX else _vector_scaled_mm
         product = multiply(a, b, b_blocks, product_dtype)
         return product.narrow(0, 0, a.codes.shape[0]).narrow(1, 0, b.codes.shape[0]).to(out_dtype)
-    # autocast would round FP32 operands to bf16
-    with torch.autocast(a.codes.device.type, enabled=False):
+    with _in_own_dtypes(a.codes):
         values = (
             dequantize_blocks(a, a_blocks, VALUES[engine]),
             dequantize_blocks(b, b_blocks, VALUES[engine]),
@@ -130,11 +130,20 @@ def block_scaled_product(
     return product.to(out_dtype)
 
 
+def _in_own_dtypes(operand: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Switch autocast off, which would round FP32 operands, or a product to fp16. Where it is off,
+    its context takes longer than a small product."""
+    device = operand.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
 def plain_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a [m, k] @ b [n, k].T in high precision, operands and result of one dtype. A CPU
     without products of this dtype in hardware multiplies in FP32 and rounds once."""
     if a.device.type == "cpu" and not _cpu_multiplies(a.dtype):
-        with torch.autocast("cpu", enabled=False):  # it would round the FP32 operands again
+        with _in_own_dtypes(a):
             return torch.mm(a.float(), b.float().t()).to(a.dtype)
     return torch.mm(a, b.t())
 
@@ -203,8 +212,7 @@ def exact_product(
     # one factor at a time: the product of two small scales may underflow although neither does. A
     # bf16 product of codes is scaled in FP32 and rounded again: at most one more half unit in the
     # last place
-    # autocast would round the operands, or to fp16 their product
-    with torch.autocast(a.device.type, enabled=False):
+    with _in_own_dtypes(a):
         if cpu_casts.serves(a) or cpu_casts.serves(b):
             return cpu_casts.product(a, b, a_scale_inv, b_scale_inv.t(), values_dtype, out_dtype)
         product = torch.mm(a.to(values_dtype), b.to(values_dtype).t())

@@ -71,7 +71,12 @@ def scale_from_amax(amax: torch.Tensor, fmt: Format, margin: int = 0) -> torch.T
     """
     # divide tensors: a Python number over a tensor multiplies by the reciprocal and rounds twice
     scale = torch.clamp(torch.full_like(amax, fmt.max * 2.0**-margin) / amax, max=FP32.max)
-    return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
+    return torch.where(is_usable(amax), scale, 1.0)
+
+
+def is_usable(amax: torch.Tensor) -> torch.Tensor:
+    """Return True for an amax with a scale of its own: neither 0, inf nor NaN."""
+    return (amax > 0) & (amax < torch.inf)
 
 
 def power_of_two_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -101,7 +106,7 @@ def _power_of_two_scale(amax: torch.Tensor, fmt: Format, largest: int) -> torch.
         - ((bits & 0x7FFFFF) > (max_bits & 0x7FFFFF)).to(torch.int32)
     )
     scale = ((quotient.clamp(max=largest) + 127) << 23).view(torch.float32)
-    return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
+    return torch.where(is_usable(amax), scale, 1.0)
 
 
 def scale_inv_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -111,9 +116,8 @@ def scale_inv_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     scalers, gradient clipping and users. The scale itself stays finite, so the next step is not
     affected.
     """
-    return torch.where(
-        torch.isfinite(amax), scale.reciprocal(), torch.full_like(scale, float("nan"))
-    )
+    # an amax is not negative: one comparison finds inf and NaN
+    return torch.where(amax < torch.inf, scale.reciprocal(), torch.nan)
 
 
 def times(number: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
@@ -340,8 +344,8 @@ def _rolled_window(rows: torch.Tensor, fmt: Format) -> torch.Tensor:
         bits.narrow(-1, HISTORY, WINDOW),
     )
     recorded = history.select(-1, 0)
-    overflowed = ~torch.isfinite(recorded)
-    rolls_on = (recorded != 0) & ~overflowed
+    overflowed = ~(recorded < torch.inf)
+    rolls_on = is_usable(recorded)
     new_scale = torch.where(rolls_on, power_of_two_scale(history.amax(-1), fmt), scale)
     new_rolls = torch.where(overflowed, torch.zeros_like(rolls), rolls + rolls_on.to(torch.int32))
     earlier = history.narrow(-1, 1, WINDOW - 1)
@@ -578,7 +582,7 @@ def anew(states: torch.Tensor, format_max: torch.Tensor, margin: int) -> torch.T
     its counter is 0."""
     amax = states.view(torch.float32)[..., HISTORY]
     scale = torch.clamp(format_max * 2.0**-margin / amax, max=FP32.max)
-    scale = torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
+    scale = torch.where(is_usable(amax), scale, 1.0)
     new = torch.zeros_like(states)
     new[..., SCALE] = scale.view(torch.int32)
     return new
