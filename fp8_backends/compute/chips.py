@@ -11,6 +11,7 @@ and its speed (Unsloth's models/float8_training.py); current scaling first on Ho
 (Megatron-Bridge's recipes `*_h100_fp8cs_config`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -206,9 +207,6 @@ class Chip:
     """The advised backend if TransformerEngine runs."""
     rates: Rates | None = None
     """Limits of the product that stands for this kind; None if no public table is known."""
-    native_recorded: bool = False
-    """True if a correct training by native is on record in benchmarks/results
-    (`step_1b_gpu.json`)."""
     grouped_products: bool = False
     """True if `torch._scaled_grouped_mm` multiplies with FP32 scales here."""
 
@@ -230,8 +228,8 @@ _OWN_CODES = _TORCHAO._replace(
     reason=f"{_TWICE_AS_FAST}, in codes of a kind of its own, which TorchAO uses; with torch.compile"
 )
 _PUBLISHED = _NATIVE._replace(
-    reason="LLMQ (fused C++, an upper bound) publishes 1.2 to 1.6 times bf16's speed by this rule "
-    "from 1.5 billion parameters on; with torch.compile; compare first (fp8-backends compare)"
+    reason="LLMQ, in C++, publishes 1.16 to 1.6 times bf16's speed by this rule from 1.5 billion "
+    "parameters on; with torch.compile; compare first (fp8-backends compare)"
 )
 
 _NO_FP8 = dict.fromkeys(
@@ -292,7 +290,6 @@ CHIPS = (
         advice=_NATIVE,
         te_backend="te:dynamic",
         rates=H200,
-        native_recorded=True,
         grouped_products=True,
     ),
     Chip(
@@ -442,26 +439,17 @@ class Choice(NamedTuple):
 
 
 def auto_on(
-    chip: Chip, te_runs: bool = False, ao_runs: bool = True, native_runs: bool = True
+    chip: Chip, te_runs: bool = False, serves: Callable[[str], bool] = lambda backend: True
 ) -> Choice:
-    """Return the meaning of `auto` on a chip: with FP8 products, a backend proven there."""
+    """Return the meaning of `auto` on a chip: the recommended backend. `serves` returns True if a
+    backend can run and honours the given fields."""
     if not chip.fp8:
         return Choice("native", "no FP8 products in hardware here; native has a GPU's casts")
-    if te_runs:
-        return Choice("te", "TransformerEngine runs here")
-    if chip.native_recorded and native_runs:
-        return Choice(
-            "native", f"trainings by native on chips of this kind ({chip.title}) are on record"
-        )
-    if ao_runs and chip.native_recorded:
-        return Choice("ao", "TorchAO reads the given fields, and native does not")
-    if ao_runs:
-        return Choice(
-            "ao",
-            f"no training by native on chips of this kind ({chip.title}) is on record yet; many "
-            "use TorchAO there",
-        )
-    return Choice("native", "neither TransformerEngine nor TorchAO can run this here")
+    recommended_one, *_ = advice_for(chip.gpu, te_runs).backend.split(":")
+    backend = next(filter(serves, (recommended_one, "native", "ao")), recommended_one)
+    if backend == recommended_one:
+        return Choice(backend, f"recommended for {chip.examples}")
+    return Choice(backend, f"{recommended_one} cannot run here, or does not read the given fields")
 
 
 def advice_for(

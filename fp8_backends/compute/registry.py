@@ -100,16 +100,15 @@ def available_backends() -> dict[str, Availability]:
 
 
 def auto_choice(fits: Callable[[str], bool] = lambda backend: True) -> Choice:
-    """Return the meaning of `auto` here: on a GPU with FP8 products `te` if it can run, else a
-    backend proven there. `fits` returns True if the backend of a name, `ao` or `native`, honours
-    the given fields."""
+    """Return the meaning of `auto` here: the backend recommended for this chip. `fits` returns True
+    if a backend honours the given fields."""
     chip = hardware.chip()
     if not chip.fp8:
         return chips.auto_on(chip)
     te_runs = importlib.util.find_spec("transformer_engine") is not None and bool(
         _availability("te")
     )
-    return chips.auto_on(chip, te_runs, bool(_availability("ao")) and fits("ao"), fits("native"))
+    return chips.auto_on(chip, te_runs, lambda name: fits(name) and bool(_availability(name)))
 
 
 def check_available(recipe: Recipe) -> None:

@@ -14,7 +14,6 @@ from fp8_backends.compute.chips import (
     REFUSED,
     Chip,
     advice_for,
-    auto_on,
     cell_of,
     chip_of,
     recommended,
@@ -114,7 +113,7 @@ def test_mxfp8_on_rtx_blackwell_needs_the_reported_torch():
         ((10, 3), False, "fp8", "ao:tensorwise", "torch.compile"),
         ((9, 0), True, "fp8", "te:dynamic", "twice as fast"),
         ((9, 0), False, "fp8", "native:dynamic", "torch.compile"),
-        ((8, 9), True, "fp8", "native:dynamic", "upper bound"),
+        ((8, 9), True, "fp8", "native:dynamic", "LLMQ"),
         ((8, 9), False, "fp8", "native:dynamic", "compare first"),
         ((8, 6), False, "bf16", "", "none in FP8"),
         ((8, 0), False, "bf16", "", "none in FP8"),
@@ -132,15 +131,6 @@ def test_recommended_precision_for_each_gpu(gpu, te, precision, backend, reason)
     advice = advice_for(gpu, te)
     assert (advice.precision, advice.backend) == (precision, backend) and reason in advice.reason
     assert not backend or cell_of(backend, chip_of(gpu)).state == FP8
-
-
-def test_native_is_advised_where_it_or_its_rule_is_on_record():
-    """`auto` takes native only where a training by native itself is."""
-    assert [chip.key for chip in CHIPS if chip.native_recorded] == ["hopper"]
-    native = {chip.key for chip, backend, _ in recommended() if backend.startswith("native:")}
-    published = {chip.key for chip in CHIPS if chip.advice and "LLMQ" in chip.advice.reason}
-    assert native == {"hopper", *published} and published == {"ada", "rtx-blackwell"}
-    assert {key for key in native if auto_on(chip_named(key)).backend == "native"} == {"hopper"}
 
 
 def test_each_fp8_chip_has_one_recommendation_that_runs_there():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 import pytest
@@ -138,40 +137,35 @@ def test_prepare_refuses_unavailable_backends(spec, monkeypatch):
     assert type(model) is nn.Linear
 
 
-@pytest.mark.parametrize("gpu", [(9, 0), (8, 9), "gfx950"])
-def test_auto_takes_a_proven_backend_on_a_gpu(gpu, monkeypatch):
-    """te if it can run, native if a training by it is on record, else ao; native on a GPU without
-    FP8 products."""
-
-    def backend():
-        return registry.auto_choice().backend
+@pytest.mark.parametrize("chip", chips.CHIPS, ids=lambda chip: chip.key)
+@pytest.mark.parametrize("te_runs", [False, True])
+def test_auto_takes_the_recommended_backend(chip, te_runs, monkeypatch):
+    """Where it cannot run or does not read the fields, `native` or `ao` is next."""
 
     def can_run(name, answer):
         monkeypatch.setattr(
             type(registry.get_compute(name)), "availability", lambda self: Availability(answer)
         )
 
-    def present(chip):
-        monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chip)
-
-    recorded, unrecorded = (
-        dataclasses.replace(chips.chip_of(gpu), native_recorded=known) for known in (True, False)
-    )
+    monkeypatch.setattr("fp8_backends.compute.hardware.chip", lambda: chip)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    can_run("te", False)  # installed, but not run by this version
-    present(unrecorded)
-    assert backend() == "ao" and "no training by native" in registry.auto_choice().reason
-    assert registry.auto_choice(lambda name: False).backend == "native"
-    present(recorded)
-    assert backend() == "native" and "on record" in registry.auto_choice().reason
-    present(unrecorded)
-    can_run("ao", False)
-    assert backend() == "native" and "neither" in registry.auto_choice().reason
-    can_run("te", True)
-    assert backend() == "te"
-    for without in (chips.CPU, chips.BEFORE_FP8):
-        present(without)
-        assert backend() == "native"
+    can_run("te", te_runs)  # installed, though perhaps not run by this version
+    choice = registry.auto_choice()
+    if not chip.fp8:
+        assert choice.backend == "native"
+        return
+    ((without, with_te),) = [pair for known, *pair in chips.recommended() if known is chip]
+    wanted = (with_te if te_runs else without).partition(":")[0]
+    assert choice.backend == wanted and "recommended for" in choice.reason
+    other = "ao" if wanted == "native" else "native"
+    refused = registry.auto_choice(lambda name: name != wanted)
+    assert refused.backend == other and f"{wanted} cannot run here" in refused.reason
+    can_run(wanted, False)
+    # without TransformerEngine, another one is recommended
+    assert registry.auto_choice().backend == (
+        without.partition(":")[0] if wanted == "te" else other
+    )
+    assert registry.auto_choice(lambda name: False).backend in (wanted, without.partition(":")[0])
 
 
 # Registered

@@ -214,7 +214,7 @@ def test_another_chip_is_described_by_its_product_name(capsys):
     assert found["chip"]["key"] == "hopper" and found["advice"]["precision"] == "fp8"
     assert main(["doctor", "--chip", "l40s"]) == 0
     printed = capsys.readouterr().out
-    assert "LLMQ (fused C++, an upper bound)" in printed and "8.9 (L4, L40S, RTX 40)" in printed
+    assert "LLMQ, in C++, publishes" in printed and "8.9 (L4, L40S, RTX 40)" in printed
     assert main(["doctor", "--chip", "l40"]) == 2
     assert "did you mean 'l40s'" in capsys.readouterr().err
 
@@ -258,15 +258,18 @@ def test_a_usable_transformer_engine_is_imported(code, printed, tmp_path, monkey
 def gpus(monkeypatch, *chips):
     """Let this machine have these GPUs: (name, capability)."""
 
+    def index(device):
+        return getattr(device, "index", device) or 0
+
     def properties(i=0):
-        name, (major, minor) = chips[i]
+        name, (major, minor) = chips[index(i)]
         return SimpleNamespace(name=name, major=major, minor=minor, total_memory=80 * 2**30)
 
     functions = {
         "is_available": lambda: True,
         "device_count": lambda: len(chips),
         "get_device_name": lambda i=0: chips[i][0],
-        "get_device_capability": lambda i=0: chips[i or 0][1],
+        "get_device_capability": lambda i=0: chips[index(i)][1],
         "get_device_properties": properties,
     }
     for name, function in functions.items():
@@ -300,7 +303,7 @@ def test_different_gpus_are_listed_and_weakest_decides(monkeypatch, tmp_path, ca
     printed = capsys.readouterr().out
     assert (
         "train in FP8 (native:dynamic)" in printed
-        and "auto      means native here: trainings by native" in printed
+        and "auto      means native here: recommended for H100, H200" in printed
     )
 
 

@@ -12,7 +12,7 @@ from transformers import (
 
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.tools.estimate import ModelShape
-from fp8_backends.tools.estimate.command import auto_advice, device_named, fp8_advice
+from fp8_backends.tools.estimate.command import device_named, fp8_advice
 from fp8_backends.tools.main import main
 
 
@@ -209,17 +209,6 @@ def test_advice_names_chips_and_models_without_speed():
     assert line.startswith("for speed train in bf16: it has bf16 products and none in FP8")
     (line,) = advised(MixtralConfig(num_hidden_layers=4), "h100", "native:dynamic", "ao:tensorwise")
     assert "of FP8 with ao:tensorwise: less than half of the products" in line
-
-
-def test_advice_names_the_choice_of_auto():
-    (line,) = auto_advice(device_named("h100"))
-    assert line.startswith(
-        "without TransformerEngine auto means native there: trainings by native on chips of this "
-        "kind"
-    )
-    (line,) = auto_advice(device_named("b200"))
-    assert line.startswith("without TransformerEngine auto means ao there: no training by native")
-    assert auto_advice(device_named("a100")) == auto_advice(device_named("80")) == []
 
 
 def test_devices_resolve_by_name_size_and_this_machine(monkeypatch):

@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
             shardings = _listed("--sharding", args.sharding.lower())
         report = Report(workload, device, estimate(workload, backends, shardings, progress))
         in_fp8 = [each.backend for each in report.estimates if each.flops_share]
-        report.advice = [*fp8_advice(model, device, in_fp8), *auto_advice(device)]
+        report.advice = fp8_advice(model, device, in_fp8)
         if not any(each.fits for each in report.estimates):
             report.smaller = changes(workload, report.estimates, progress)
         if args.simulate:
@@ -411,15 +411,6 @@ def fp8_advice(model: ModelShape, device: Device, backends: list[str]) -> list[s
             if not of:
                 return sentences[-1:]
     return sentences
-
-
-def auto_advice(device: Device) -> list[str]:
-    """Explain the choice of `auto` on this chip; [] for an unknown chip or one without FP8
-    products."""
-    if device.chip is None or not (chip := chips.product_named(device.chip).chip).fp8:
-        return []
-    choice = chips.auto_on(chip)
-    return [f"without TransformerEngine auto means {choice.backend} there: {choice.reason}"]
 
 
 COLUMNS = {
