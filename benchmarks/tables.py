@@ -6,8 +6,8 @@ records in `benchmarks/results`.
     benchmarks/tables.py --write benchmarks/README.rst    the same in one document
 
 The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` and the index
-have the table `summary`, three of the main `figures`; `README.rst` also `choices` and `cards`;
-`tables.rst` has `models` and `llmq`, the guide to reliability `reliability`, and `speed.rst` `published`. A
+have the table `summary`, three of the main `figures`; `README.rst` also `headline` and `choices`;
+`tables.rst` has `models`, `cards` and `llmq`, the guide to reliability `reliability`, and `speed.rst` `published`. A
 question without a record prints `not yet measured`. CPU questions have a table per recorded kind of
 CPU, and the targets read one CPU with bf16 products and one without: the usual two,
 `targets.USUAL`, if recorded, else the first by name. Every table but the README's names the machine,
@@ -1132,36 +1132,90 @@ def summary(records: Records) -> str:
     measured_on = {
         record["machine"]["chip"] for name, record in records.items() if name in SUMMARIZED_RECORDS
     }
-    return "\n\n".join([table, *(targets.CAPTION.format(chip=chip) for chip in measured_on)])
+    captions = [targets.CAPTION.format(chip=chip) for chip in measured_on]
+    if captions and "scale_loss_gpu" in records:
+        seeds = targets.seeds_of(records["scale_loss_gpu"], targets.SUMMARIZED)
+        captions[-1] += targets.OF_LOSSES.format(seeds=seeds)
+    return "\n\n".join([table, *(textwrap.fill(caption, 120) for caption in captions)])
 
 
 SUMMARIZED_RECORDS = ("step_8b_gpu", "step_8b_te_gpu", "scale_loss_gpu")
 """Records of `summary`, of one GPU."""
 
 
+def headline(records: Records) -> str:
+    """Return the measured gains of the fastest backend and of `msamp:O2`, in two sentences."""
+    if not {"step_8b_gpu", "step_1b_gpu"} <= records.keys():
+        return "Gains: not yet measured."
+    speeds, peaks = (
+        [targets.of_summary(what, backend).shown(records) for backend in (FASTEST, "msamp:O2")]
+        for what in (targets.SPEED, targets.PEAK)
+    )
+    whole = targets.one(records["step_1b_gpu"]["results"], backend=FASTEST, form="compiled")
+    text = (
+        f"On an H200, compiled, four layers of Llama 8B train {speeds[0]} times as fast as with bf16 "
+        f"autocast, with {less(peaks[0])} less peak memory (``{FASTEST}``), or {speeds[1]} times with "
+        f"{less(peaks[1])} less (``msamp:O2``); a whole Llama of 1.1 billion parameters "
+        f"{whole['times_plain']['ratio']:.2f} times as fast (``{FASTEST}``)."
+    )
+    return textwrap.fill(text, 120)
+
+
+def less(change: str) -> str:
+    return change.removeprefix("\N{MINUS SIGN}")
+
+
+FASTEST = chips.advice_for(chips.product_named("h100").gpu).backend
+
+
 def choices(records: Records) -> str:
-    """Return three wishes, with the backend to take and its measured gain."""
-    fastest = chips.advice_for(chips.product_named("h100").gpu).backend
-    speed = targets.of_summary(targets.SPEED, fastest).shown(records)
-    peak = targets.of_summary(targets.PEAK, "msamp:O2").shown(records)
+    """Return the backend to take in each case, with its gain."""
+    speed, peak = (
+        {name: targets.of_summary(what, name).shown(records) for name in (FASTEST, "msamp:O2")}
+        for what in (targets.SPEED, targets.PEAK)
+    )
+    if "published" not in records:
+        return "Choices: not yet measured."
+    large = [
+        f"{each['predicted']:.2f}"
+        for each in records["published"]["cards"]
+        if each["model"] == "7B" and each["chip"] != "h100"
+    ]
+    cards_take = chips.advice_for(chips.product_named("rtx4090").gpu).backend
     rows = [
         [
-            "train faster",
-            quoted(fastest),
-            f"{speed} times bf16's speed with torch.compile, measured on an H200",
+            "H100, H200",
+            quoted(FASTEST),
+            f"{speed[FASTEST]} times bf16's speed; weights and Adam states stay in FP32",
         ],
         [
-            "less memory",
+            "the same, fastest and least memory",
             quoted("msamp:O2"),
-            f"{peak} peak memory, measured on an H200; runs anywhere",
+            f"{speed['msamp:O2']} times, peak memory {peak['msamp:O2']}; not under ZeRO-3 or FSDP1",
         ],
         [
-            "check a recipe",
-            quoted("native:dynamic"),
-            "a GPU's casts on any machine; slower than bf16",
+            "RTX 40, RTX 50, L40S, RTX PRO 6000",
+            quoted(cards_take),
+            f"predicted: {min(large)} to {max(large)} times at 7 billion parameters",
+        ],
+        [
+            "too little memory, any GPU",
+            quoted("msamp:O2"),
+            "6 bytes a weight in place of 16; slower without FP8 units",
+        ],
+        [
+            "LoRA over a frozen base",
+            quoted(FASTEST) + ",",
+            "the base in half of bf16's bytes, 28 % from a 4-bit file",
+        ],
+        ["", quoted("fp8_params=True"), ""],
+        [
+            "a laptop",
+            quoted(FASTEST),
+            "the same rounding as on a GPU: does FP8 hurt the loss? slow",
         ],
     ]
-    return rst(["wish", "take", "gain"], rows)
+    return rst(["case", "take", "gain"], rows)
 
 
 def main_figures(records: Records) -> str:
@@ -1188,6 +1242,7 @@ def main_figures(records: Records) -> str:
 
 TABLES: dict[str, Callable[[Records], str]] = {
     "summary": summary,
+    "headline": headline,
     "choices": choices,
     "figures": main_figures,
     "targets-cpu": targets_cpu,

@@ -43,10 +43,10 @@ def test_documents_show_measured_figures():
     records = targets.load(tables.RESULTS)
     made = {name: table(records) for name, table in tables.TABLES.items()}
     assert index == {"summary": made["summary"]}
-    of_readme = {name: made.pop(name) for name in ("summary", "choices", "cards")}
+    of_readme = {name: made.pop(name) for name in ("headline", "summary", "choices")}
     assert readme == of_readme
     shown = [{name: text for name, text in page.items() if name in made} for page in pages]
-    in_pages = (("models", "llmq"), ("reliability",), ("published",))
+    in_pages = (("models", "cards", "llmq"), ("reliability",), ("published",))
     assert shown == [{name: made.pop(name) for name in names} for names in in_pages]
     assert measurements == made
 

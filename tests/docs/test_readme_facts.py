@@ -18,6 +18,7 @@ from fp8_backends.compute.chips import advice_for, product_named, recommended
 from fp8_backends.evidence.proof import Proof
 
 sys.path.append(str(ROOT / "benchmarks"))
+import tables  # noqa: E402
 import training  # noqa: E402
 
 TEXT = README.read_text(encoding="utf-8")
@@ -34,13 +35,20 @@ def rows(heading: str) -> list[list[str]]:
     return found
 
 
-FASTEST = advice_for(product_named("h100").gpu).backend
-"""The backend of first commands: an H100's, as the README's first wish."""
+FASTEST = tables.FASTEST
+"""The backend of first commands: an H100's."""
 
 
-def test_three_wishes_take_the_recommended_backends():
-    faster, memory, check = rows("wish")
-    assert faster[1] == check[1] == FASTEST and memory[1] == "msamp:O2"
+def test_every_case_takes_the_recommended_backend():
+    taken = {case: backend for case, backend, _ in rows("case") if case}
+    assert taken.pop("the same, fastest and least memory") == "msamp:O2"
+    assert taken.pop("too little memory, any GPU") == "msamp:O2"
+    cards = {
+        advice_for(product_named(chip).gpu).backend
+        for chip in ("rtx4090", "rtx5090", "l40s", "rtxpro6000")
+    }
+    assert {taken.pop("RTX 40, RTX 50, L40S, RTX PRO 6000")} == cards
+    assert {backend.partition(",")[0] for backend in taken.values()} == {FASTEST}
 
 
 @pytest.mark.parametrize("page", ["README", "index", "launching", "trainers"])
@@ -105,30 +113,35 @@ def test_versions_are_the_bounds_of_the_metadata():
     assert f"Python {configuration['options']['python_requires'].removeprefix('>=')} to " in TEXT
 
 
-def test_five_comparisons_name_their_evidence():
-    table = rows("alone")
-    assert len(table) == 5
-    labels = re.findall(r"\((\w+)\)", " ".join(cell for row in table for cell in row))
-    targets = re.findall(r"^__ (\S+/(\w+)\.\w+)$", TEXT, re.M)[: len(labels)]
-    assert labels == [name for _, name in targets] and all(
-        (ROOT / path).is_file() for path, _ in targets
-    )
-    assert all(re.search(r"\(\w+\)$", cell) for row in table for cell in row)
+def comparisons() -> list[str]:
+    """Return the items of the list under the question `why not … alone?`."""
+    page = publish_doctree(TEXT, settings_overrides={"report_level": 5})
+    (section,) = [each for each in page.findall(nodes.section) if "alone" in each[0].astext()]
+    return [item.astext() for item in section.findall(nodes.list_item)]
+
+
+def test_every_comparison_names_its_evidence():
+    assert len(comparisons()) == 4
+    section = TEXT[TEXT.index("Why not") : TEXT.index("Limits\n")]
+    links = re.findall(r"\(`(\w+)\s<(\S+)>`_\)", section)
+    assert all((ROOT / path).is_file() and label in path for label, path in links)
+    assert all(re.search(r"\(\w+\)\.$", item) for item in comparisons())
 
 
 def test_compared_figures_are_the_recorded_ones():
     record = json.loads((ROOT / "benchmarks" / "results" / "step_8b_gpu.json").read_text())
     found = {(each["backend"], each["form"]): each for each in record["results"]}
-    compared = " ".join(
-        cell for row in rows("alone") for cell in row if "step_8b_gpu" in cell or "O2" in cell
+    compared = " ".join(item for item in comparisons() if "step_8b_gpu" in item)
+    eager, compiled = (
+        [found[name, form]["times_plain"]["ratio"] for name in ("ao:tensorwise", "native:dynamic")]
+        for form in ("eager", "compiled")
     )
-    speeds = [
-        f"{found[name, 'eager']['times_plain']['ratio']:.2f}"
-        for name in ("ao:tensorwise", "native:dynamic")
-    ]
     peaks = [
         f"{100 - 100 * found[name, 'compiled']['peak_to_plain']:.0f}"
         for name in ("ao:tensorwise", "msamp:O2")
     ]
-    assert re.findall(r"\d\.\d\d", compared) == speeds
+    assert re.findall(r"\d\.\d\d", compared) == [f"{speed:.2f}" for speed in eager]
+    assert "Compiled, both are equal" in compared and compiled[0] == pytest.approx(
+        compiled[1], rel=0.02
+    )
     assert re.findall("\N{MINUS SIGN}(\\d+) %", compared) == peaks
