@@ -682,11 +682,7 @@ def measured() -> Picture:
     sentences = []
     for number, each in enumerate(rows):
         name, color = each["backend"], f"c{number}" if number else "reference"
-        labels = (
-            ("1", "1")
-            if number == 0
-            else (f"{shares['times_plain'][number]:.2f}", percent(shares["peak_to_plain"][number]))
-        )
+        labels = ("1", "1") if number == 0 else [f"{shares[key][number]:.2f}" for key, _ in columns]
         picture.y += 8
         picture.text(MARGIN, name, "row-label", down=14)
         for column, (key, _) in enumerate(columns):
@@ -697,7 +693,8 @@ def measured() -> Picture:
         sentences.append(f"{name}: speed {labels[0]}, peak memory {labels[1]}")
         picture.y += 18
     picture.note(
-        f"{machine['chip']}: four layers of Llama 8B, compiled, over bf16 autocast with FP32 weights"
+        f"bf16 = 1; more speed and less memory are better. {machine['chip']}, four layers of Llama 8B, "
+        "compiled, over bf16 autocast with FP32 weights"
     )
     picture.description = "; ".join(sentences)
     return picture

@@ -85,6 +85,21 @@ def test_every_cpu_training_command_trains_with_its_backend(line, folder, monkey
 
 
 @pytest.mark.nightly
+def test_the_first_example_prints_the_line_of_the_readme(tmp_path, monkeypatch):
+    """Both commands, and all of the line but the engine of this CPU."""
+    monkeypatch.chdir(tmp_path)
+    (block,) = [block for block in literal_blocks(README) if "examples bert" in block.text]
+    copies, trains = block.text.replace("python -m pip install '.[report]' && ", "").splitlines()
+    for line in (copies, trains):
+        ended = warm_process.run("-m", "fp8_backends", *shlex.split(line)[1:])
+        assert ended.returncode == 0, ended.stderr
+    (shown,) = re.findall(
+        r"^ +(native:dynamic: 13/14 .*) \(\S+\)$", README.read_text("utf-8"), re.M
+    )
+    assert shown in ended.stderr
+
+
+@pytest.mark.nightly
 def test_the_torchrun_command_trains_on_two_processes(folder, monkeypatch):
     assert UNDER_TORCHRUN in commands()
     (folder / "train.py").write_text(code_blocks("python", README)[0].text)
