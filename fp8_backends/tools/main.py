@@ -3,16 +3,19 @@
 import argparse
 import importlib
 import io
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
+from ..compute import hardware
 from ..compute.fields import closest
 from ..errors import FP8BackendError
 from ..words import shortened, shown
 from .completion import SHELLS, completion_script
+from .terminal import spelled
 
 COMMANDS = {
     "examples": (
@@ -65,13 +68,23 @@ class _Parser(argparse.ArgumentParser):
         super().error(shortened(message, 1000))
 
 
+def _with_sleeping_threads() -> None:
+    """Start this program again, on a CPU: OpenMP's threads then sleep while they wait for one that
+    another process keeps from its core, and not in a loop. OpenMP reads the variable once, when
+    torch loads it."""
+    if hardware.device() == "cpu" and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code: 2 with a message on stderr for a user's error, 130
     for Ctrl-C."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    # as stderr does with characters that the terminal's encoding lacks
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    is_program = argv is None
+    argv = list(sys.argv[1:] if is_program else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=spelled.__name__)
     parser = _Parser(
         prog="fp8-backends",
         description="FP8 training backends by name for Hugging Face Accelerate.",
@@ -84,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = next((word for word in argv if not word.startswith("-") and word not in SHELLS), None)
+    if chosen == "advise" and is_program:
+        _with_sleeping_threads()
     if chosen not in (None, *COMMANDS):
         parser.error(
             f"unknown command {shown(chosen)}{closest(chosen, COMMANDS)}; known are "

@@ -80,7 +80,9 @@ def _run_in_process(backends: list[str]) -> list[SelfTest]:
     command = [sys.executable, "-m", __name__, *backends]
     # as no rank, and with FP8 off
     dropped = ("ACCELERATE_", "FP8_BACKENDS_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
-    environment = environment_without(dropped) | {"FP8_BACKENDS_DISABLE": "1"}
+    environment = environment_without(dropped)
+    # a second thread gains nothing, and waits in a loop where other processes have the cores
+    environment |= {"FP8_BACKENDS_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     results = []
     reasons = []
     limit = STARTS_WITHIN

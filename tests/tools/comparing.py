@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from unittest import mock
@@ -11,7 +12,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fp8_backends.tools.compare.comparison import Comparison
+from fp8_backends.tools.compare.comparison import Comparison, Worker
 from fp8_backends.tools.compare.summary import checks
 from fp8_backends.tools.compare.training_run import Run, take_turn
 from fp8_backends.tools.compare.workload import Settings
@@ -54,38 +55,27 @@ def tiny_settings(folder: Path, *backends: str, **changes) -> Settings:
     return Settings(**{**values, **changes})
 
 
-class InProcessWorker:
+class InProcessWorker(Worker):
     """Takes its turns in this process."""
 
-    def __init__(self, comparison: Comparison, backend: str) -> None:
-        self.comparison, self.backend, self.turn, self.ended = comparison, backend, 0, False
-        self.process = mock.Mock()
+    def __init__(self, comparison: Comparison) -> None:
+        self.text, self.events = comparison.text, comparison.events
+        self.loading, self.message, self.process = 0, "", mock.Mock()
+        self.rest()
 
-    def give_turn(self) -> None:
-        pass
+    def begin(self, settings, backend, seed):
+        self.backend, self.began = backend, time.monotonic()
+        take_turn(settings, self.text, backend, seed, self.report)
 
-    def events(self, last, times=1):
-        if last == "ready":
-            return []
-        events = []
-        take_turn(
-            self.turn,
-            self.comparison.settings,
-            self.comparison.text,
-            self.backend,
-            lambda event, **values: events.append(
-                json.loads(json.dumps({"event": event, **values}))
-            ),
-        )
-        self.turn += 1
-        return events
+    def report(self, event, **values):
+        self.events.put((self, json.loads(json.dumps({"event": event, **values}))))
 
 
 class InProcess(Comparison):
     """Trains in this process instead of in workers."""
 
-    def _worker(self, arguments):
-        return InProcessWorker(self, arguments[2])
+    def hire(self, backend):
+        return InProcessWorker(self)
 
 
 class Silent:

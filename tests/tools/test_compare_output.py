@@ -15,7 +15,7 @@ from fp8_backends.tools.compare.comparison import Log
 from fp8_backends.tools.compare.report_page import moving_average, render
 from fp8_backends.tools.compare.summary import Gap, Row, cell, columns
 from fp8_backends.tools.terminal import Progress
-from fp8_backends.words import readable_bytes
+from fp8_backends.words import counted, readable_bytes
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def test_no_line_exceeds_80_columns(tmp_path, capsys, monkeypatch):
 def test_a_long_run_logs_every_30_seconds(comparison, capsys):
     log = Log(None)
     log.comparison = SimpleNamespace(settings=SimpleNamespace(steps=80))
-    log.inspected("bf16", 0.1)
+    log.say("")
     log.step("bf16", 0, 40, 3.25)  # just after a line
     log.last_line -= 31
     log.step("bf16", 0, 41, 3.25)
-    assert capsys.readouterr().out.splitlines()[1:] == ["bf16 seed 0: step 41 of 80, loss 3.250"]
+    assert capsys.readouterr().out.splitlines()[1:] == ["bf16 seed 0: step 41 of 80, loss 3.2500"]
 
 
 def test_terminal_shows_current_step_and_growing_share(comparison, monkeypatch, capsys):
@@ -99,10 +99,15 @@ def test_the_conclusion_names_a_failed_backend(comparison, capsys):
     assert "FAIL trained to the end" in printed and "held-out loss" in printed
 
 
-def test_the_conclusion_begins_with_the_verdict(tmp_path, capsys):
+def test_the_conclusion_begins_with_table_and_verdict_and_ends_with_the_page(tmp_path, capsys):
     comparison = compared(tmp_path, "native:dynamic", steps=1, seeds=1)
     conclude(comparison)
     lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0].startswith("backend ") and lines[-1] == str(tmp_path / "out" / "report.html")
+    at_once = comparison.results["machine"]["runs_at_once"]
+    said = f"tokens/s Speeds of one thread, {counted(at_once, 'run')} at a time".split()
+    assert said in [line.split() for line in lines]
+    lines = lines[next(i for i, line in enumerate(lines) if line.startswith("All ")) :]
     assert lines[0] == "All 7 checks that could be judged passed; 1 is not resolved."
     assert (
         lines[1] == "Not resolved: held-out loss at most 0.01 nats above bf16's (native:dynamic)."

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -16,20 +18,27 @@ import torch
 import warm_process
 from hypothesis import given
 from hypothesis import strategies as st
-from tools.comparing import TINY, InProcess, Silent, compared, tiny_settings, write_text
+from tools.comparing import (
+    TINY,
+    InProcess,
+    InProcessWorker,
+    Silent,
+    compared,
+    tiny_settings,
+    write_text,
+)
 
 from fp8_backends.compute import hardware
 from fp8_backends.errors import RecipeError
 from fp8_backends.tools.compare import comparison as comparing
 from fp8_backends.tools.compare.comparison import (
     Comparison,
-    Timetable,
     Worker,
     fit,
     worker_environment,
 )
 from fp8_backends.tools.compare.summary import checks
-from fp8_backends.tools.compare.workload import load_text
+from fp8_backends.tools.compare.workload import FIRST_STEPS, load_text
 from fp8_backends.tools.main import main
 from fp8_backends.tools.terminal import duration
 
@@ -60,9 +69,10 @@ def warm_workers(monkeypatch):
 @pytest.mark.usefixtures("warm_workers")
 def test_the_command_writes_results_and_page(options, tmp_path, capsys):
     short = ["--backends", f"{REFERENCE},Native", "--steps", "3", "--seeds", "2"]
-    code = main([*options, *short, "--output", str(tmp_path)])
-    printed = capsys.readouterr().out
-    results = json.loads((tmp_path / "results.json").read_text())
+    code = main([*options, *short, "--output", str(tmp_path), "--json"])
+    out, printed = capsys.readouterr()
+    results = json.loads(out)
+    assert results == json.loads((tmp_path / "results.json").read_text())
     assert (
         list(results["backends"]) == [REFERENCE, "native:dynamic"]
         and results["status"] == "finished"
@@ -122,10 +132,10 @@ def test_a_terminated_run_keeps_finished_results_and_ends_its_workers(options, t
     assert found["backends"]["native:dynamic"]["status"] == "terminated"
     for text in ((tmp_path / "report.html").read_text(), printed):
         assert "Terminated early: interrupted by SIGTERM. So far " in " ".join(text.split())
-    # the command, and of two backends torchrun and its ranks; each forked one with its requesting
-    # process
+    # the command, and its workers: torchrun with its ranks has both cores; each forked process with
+    # its requesting one
     of_each = 1 if warm_process.python() == sys.executable else 2
-    assert len(running) >= of_each * (1 + 2 * (1 if ranks == 1 else 1 + ranks))
+    assert len(running) >= of_each * (1 + (min(2, comparing.cores()) if ranks == 1 else 1 + ranks))
     deadline = time.monotonic() + 10  # forked processes end with their requesters, not before
     while _processes_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -200,13 +210,10 @@ class Recorded(Silent):
     def __init__(self):
         self.order = []
 
-    def inspecting(self, backend):
-        self.order.append((backend, "first steps"))
-
     def planned(self, comparison):
-        self.order.append(("about", round(comparison.seconds_left()) >= 0))
+        self.order.append(("about", round(comparison.seconds_left(2)) >= 0))
 
-    def run_started(self, backend, seed):
+    def begun(self, backend, seed):
         self.order.append((backend, seed))
 
 
@@ -217,20 +224,21 @@ def test_backends_train_seed_by_seed(tmp_path):
     )
     names = ("bf16", "native:dynamic", "fp32")
     assert recorded.order == [
-        *((name, "first steps") for name in names),
+        *((name, FIRST_STEPS) for name in names),
         ("about", True),
         *((name, seed) for seed in (0, 1) for name in names),
     ]
 
 
-def test_the_first_seed_gives_gaps_and_checks(tmp_path):
+def test_the_first_seed_gives_gaps_and_checks(tmp_path, monkeypatch):
     found = {}
 
     class Look(Silent):
-        def run_started(self, backend, seed):
-            if (backend, seed) == ("bf16", 1):
+        def run_finished(self, backend, run):
+            if (backend, run["seed"]) == ("bf16", 1):
                 found.update(json.loads((tmp_path / "out" / "results.json").read_text()))
 
+    monkeypatch.setattr(comparing, "cores", lambda: 1)
     InProcess(tiny_settings(tmp_path, "native:dynamic", steps=1), tmp_path / "out").run(Look())
     row, made = found["summary"]["rows"][1], found["summary"]["checks"]["native:dynamic"]
     assert row["seeds_done"] == 1 and row["gap"]["pairs"] == 1 and len(made) == 6
@@ -238,13 +246,15 @@ def test_the_first_seed_gives_gaps_and_checks(tmp_path):
 
 @pytest.fixture
 def started(tmp_path):
-    """Start a worker of bf16."""
+    """Start a worker."""
     settings, text = tiny_settings(tmp_path), load_text(tmp_path / "text")
     (tmp_path / "settings.json").write_text(json.dumps(asdict(settings)))
     torch.save(vars(text), tmp_path / "text.pt")
-    return lambda ranks: Worker(
-        [str(tmp_path / "settings.json"), str(tmp_path / "text.pt"), "bf16"], ranks
-    )
+    return lambda ranks: Worker(tmp_path, ranks, queue.SimpleQueue(), "bf16")
+
+
+def event_of(worker):
+    return worker.events.get(timeout=120)[1]
 
 
 @pytest.mark.nightly
@@ -252,71 +262,101 @@ def started(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_idle_worker_ends_with_its_standard_input(started, ranks):
     worker = started(ranks)
-    assert [event["event"] for event in worker.events("ready", ranks)] == ["ready"] * ranks
-    comparing.dismiss([worker])
-    assert worker.process.returncode == 0 and list(worker.events("run")) == []
+    assert [event_of(worker)["event"] for _ in range(ranks)] == ["ready"] * ranks
+    worker.process.stdin.close()
+    assert event_of(worker) == {"event": "ended"} and worker.process.returncode == 0
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("warm_workers")
 def test_a_worker_reads_its_settings_at_each_turn(started, tmp_path):
     worker = started(1)
-    list(worker.events("ready"))
-    worker.give_turn()
-    (inspected,) = worker.events("inspected")
+    assert event_of(worker) == {"event": "ready"}
+    worker.begin(tiny_settings(tmp_path), "bf16", FIRST_STEPS)
+    inspected = event_of(worker)
     assert 0 < inspected["step_seconds"] and 0 < inspected["start_seconds"]
-    changed = tiny_settings(tmp_path, steps=3)
+    assert 1e8 < inspected["resident_bytes"] < 1e11
+    changed = tiny_settings(tmp_path, "fp32", steps=3)
     (tmp_path / "settings.json").write_text(json.dumps(asdict(changed)))
-    worker.give_turn()
-    run = list(worker.events("run"))[-1]
-    assert run["seed"] == 0 and len(run["losses"]) == 3
-    comparing.dismiss([worker])
+    worker.begin(changed, "fp32", 5)
+    while (run := event_of(worker))["event"] == "step":
+        pass
+    assert run["seed"] == 5 and len(run["losses"]) == 3
+    comparing.stop([worker])
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
-def test_a_killed_worker_drops_out(tmp_path):
+def test_losses_do_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
+    losses, workers = [], []
+    for cores in (1, 2):
+        monkeypatch.setattr(comparing, "cores", lambda cores=cores: cores)
+        comparison = Comparison(
+            tiny_settings(tmp_path, "native:dynamic", "msamp:O2", steps=3), tmp_path / "out"
+        )
+        comparison.run(Silent())
+        assert comparison.results["machine"]["runs_at_once"] == cores
+        workers.append(len(comparison.workers))
+        found = comparison.results["backends"]
+        assert [*found] == ["bf16", "native:dynamic", "msamp:O2"]
+        assert all([run["seed"] for run in each["runs"]] == [0, 1] for each in found.values())
+        kept = ("losses", "held_out_loss", "start_checksum")
+        losses.append(
+            {name: [[run[k] for k in kept] for run in each["runs"]] for name, each in found.items()}
+        )
+    assert workers == [1, 2] and losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_workers")
+def test_a_killed_worker_fails_its_backend(tmp_path):
     comparison = Comparison(
-        tiny_settings(tmp_path, "native:dynamic", "fp32", steps=2, seeds=3), tmp_path / "out"
+        tiny_settings(tmp_path, "native:dynamic", "fp32", steps=400), tmp_path / "out"
     )
 
     class Killing(Recorded):
-        def run_finished(self, backend, run):
-            if (backend, run["seed"]) == ("fp32", 0):  # while it waits for its turn
-                os.kill(comparison.workers["native:dynamic"].process.pid, signal.SIGKILL)
+        def step(self, backend, seed, step, loss):
+            if backend == "native:dynamic":
+                (busy,) = (each for each in comparison.workers if each.backend == backend)
+                os.kill(busy.process.pid, signal.SIGKILL)
 
-    killing = Killing()
-    comparison.run(killing)
+    comparison.run(Killing())
     found = comparison.results["backends"]
-    assert {name: len(each["runs"]) for name, each in found.items()} == {
-        "bf16": 3,
-        "native:dynamic": 1,
-        "fp32": 3,
-    }
-    assert (
-        found["native:dynamic"]["status"] == "failed"
-        and "code -9" in found["native:dynamic"]["message"]
-    )
-    assert (
-        found["bf16"]["status"]
-        == found["fp32"]["status"]
-        == comparison.results["status"]
-        == "finished"
-    )
-    assert ("native:dynamic", 2) not in killing.order and comparison.failed
+    counts = {name: len(each["runs"]) for name, each in found.items()}
+    assert counts == {"bf16": 2, "native:dynamic": 0, "fp32": 2}
+    failed = found["native:dynamic"]
+    assert failed["status"] == "failed" and "code -9" in failed["message"] and comparison.failed
+    assert found["bf16"]["status"] == comparison.results["status"] == "finished"
+
+
+def test_runs_at_once_fit_into_cores_and_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparing, "cores", lambda: 8)
+    comparison = InProcess(tiny_settings(tmp_path), tmp_path / "out")
+    assert comparison.at_once == 1  # nothing is known of a run's memory
+    comparison.free_bytes, comparison.run_bytes = 5_500, 1_000
+    assert comparison.at_once == 5
+    comparison.free_bytes = 500
+    assert comparison.at_once == 1
+    comparison.free_bytes = 1_000_000
+    assert comparison.at_once == 8
+    comparison.settings.nproc = 3
+    assert comparison.at_once == 2
+    comparison.settings.device = "cuda"
+    assert comparison.at_once == 1
 
 
 def test_without_the_reference_checks_against_it_are_missing(tmp_path):
+    class Ending(InProcessWorker):
+        def begin(self, settings, backend, seed):
+            if backend != "bf16":
+                super().begin(settings, backend, seed)
+                return
+            self.backend, self.message = backend, "out of order"
+            self.events.put((self, {"event": "ended"}))
+
     class NoReference(InProcess):
-        def _worker(self, arguments):
-            worker = super()._worker(arguments)
-            if arguments[2] == "bf16":
-                worker.ended, worker.events, worker.why_it_ended = (
-                    True,
-                    lambda *_: [],
-                    lambda: "out of order",
-                )
-            return worker
+        def hire(self, backend):
+            return Ending(self)
 
     comparison = NoReference(tiny_settings(tmp_path, "native:dynamic", steps=1), tmp_path / "out")
     comparison.run(Silent())
@@ -328,19 +368,19 @@ def test_without_the_reference_checks_against_it_are_missing(tmp_path):
     )
 
 
-class TwoSeedsOfThreeSteps(Timetable):
-    """Plans four seeds of three steps, and after two of them has no time for more."""
+class TwoSeedsOfThreeSteps(InProcess):
+    """Plans four seeds of three steps, and has no time for more than two."""
 
-    def fitted(self, settings, elapsed):
-        return replace(settings, steps=3, seeds=4)
+    def fitted(self):
+        return replace(self.settings, steps=3, seeds=4)
 
-    def another_round_fits(self, settings, elapsed):
-        return len(self.measured["bf16"]) < 2
+    def seconds(self, runs, settings):
+        return 1e9 * (runs["bf16"] + len(self.results["backends"]["bf16"]["runs"]) > 2)
 
 
 def test_minutes_reduce_steps_and_seeds(tmp_path):
-    comparison = InProcess(tiny_settings(tmp_path, steps=6, seeds=5, minutes=7.0), tmp_path / "out")
-    comparison.timetable = TwoSeedsOfThreeSteps()
+    settings = tiny_settings(tmp_path, steps=6, seeds=5, minutes=7.0)
+    comparison = TwoSeedsOfThreeSteps(settings, tmp_path / "out")
     comparison.run(Silent())
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["asked"] == {"steps": 6, "seeds": 5} and results["settings"]["minutes"] == 7.0
@@ -398,12 +438,12 @@ def test_a_short_text_has_fewer_held_out_windows(tmp_path):
     ],
 )
 def test_steps_are_given_up_for_three_seeds(seconds, fitting):
-    assert fit(seconds, 80, 5, lambda steps: steps) == fitting
+    assert fit(seconds, 80, 5, operator.mul) == fitting
 
 
 def test_few_steps_or_seeds_stay_few():
-    assert fit(1000, 5, 2, lambda steps: steps) == (5, 2)
-    assert fit(9, 5, 2, lambda steps: steps) == (5, 1)
+    assert fit(1000, 5, 2, operator.mul) == (5, 2)
+    assert fit(9, 5, 2, operator.mul) == (5, 1)
 
 
 @given(
@@ -414,8 +454,8 @@ def test_few_steps_or_seeds_stay_few():
     st.floats(0, 50),
 )
 def test_the_best_fitting_choice_is_taken(seconds, steps, seeds, step_seconds, start):
-    def takes(count):
-        return start + step_seconds * count
+    def takes(steps, seeds=1):
+        return seeds * (start + step_seconds * steps)
 
     wanted = min(3, seeds)
     found_steps, found_seeds = fit(seconds, steps, seeds, takes)
@@ -430,44 +470,59 @@ def test_the_best_fitting_choice_is_taken(seconds, steps, seeds, step_seconds, s
 
 
 @pytest.fixture
-def settings(tmp_path):
-    return tiny_settings(tmp_path, steps=40, seeds=5, batch=4, held_out_share=0.3, minutes=1.0)
-
-
-@pytest.fixture
-def timetable():
+def timed(tmp_path, monkeypatch):
     """A round takes 2 + 1.5 s and, with the evaluation of 0.3 windows, a third of a step each, 1.1
     x 0.5 s a step."""
-    timetable = Timetable()
-    timetable.paces |= {"bf16": (2.0, 0.2), "native:dynamic": (1.5, 0.3)}
-    return timetable
+    settings = tiny_settings(
+        tmp_path, "native:dynamic", steps=40, seeds=5, batch=4, held_out_share=0.3, minutes=1.0
+    )
+    monkeypatch.setattr(comparing, "cores", lambda: 1)
+    comparison = InProcess(settings, tmp_path / "out")
+    for name, start, step in (("bf16", 2.0, 0.2), ("native:dynamic", 1.5, 0.3)):
+        report = comparison.results["backends"][name]
+        report["inspection"] = {"start_seconds": start, "step_seconds": step}
+    comparison.began, comparison.run_bytes = time.monotonic(), 1
+    return comparison
 
 
-def test_measured_runs_replace_estimates(settings, timetable):
-    assert timetable.round_seconds(settings) == pytest.approx(3.5 + 0.5 * 44)
-    timetable.measured["bf16"] += [4.0, 6.0]
-    assert timetable.run_seconds("bf16", settings) == 5.0
-    del timetable.paces["bf16"]
-    assert timetable.round_seconds(settings) == pytest.approx(1.5 + 0.3 * 44)
+def test_finished_runs_replace_estimates(timed, monkeypatch):
+    def seconds(*runs):
+        return timed.seconds(dict(zip(timed.living, runs, strict=True)), timed.settings)
+
+    reports = timed.results["backends"]
+    longer = 1.5 + 0.3 * 44
+    assert seconds(1, 1) == pytest.approx(3.5 + 0.5 * 44)
+    reports["bf16"]["runs"] += [{"seconds": 4.0}, {"seconds": 6.0}]
+    assert seconds(1, 1) == pytest.approx(5 + longer)
+    assert timed.seconds_left(3) == pytest.approx(5 + 3 * longer)
+    monkeypatch.setattr(comparing, "cores", lambda: 2)
+    assert seconds(1, 1) == pytest.approx(longer + 5 / 2)
+    assert seconds(3, 0) == 5 + 10 / 2 and seconds(0, 0) == 0
+    reports["native:dynamic"]["status"] = "failed"
+    assert timed.seconds_left(3) == 5
 
 
-def test_elapsed_time_counts(settings, timetable):
-    fitted = timetable.fitted(settings, elapsed=0.0)
-    later = timetable.fitted(settings, elapsed=10.0)
+def test_elapsed_time_counts(timed, monkeypatch):
+    fitted = timed.fitted()
+    timed.began -= 10
+    later = timed.fitted()
     assert (fitted.steps, fitted.seeds) == (26, 3) and (later.steps, later.seeds) == (20, 3)
-    assert timetable.another_round_fits(settings, elapsed=28.0)
-    assert not timetable.another_round_fits(settings, elapsed=29.0)
-    assert timetable.another_round_fits(replace(settings, minutes=None), elapsed=1e9)
+    monkeypatch.setattr(comparing, "cores", lambda: 2)
+    beside = timed.fitted()
+    assert beside.steps > later.steps and beside.seeds == 3
 
 
-def test_too_few_minutes_are_an_error_with_the_needed_ones(settings, timetable):
+def test_too_few_minutes_are_an_error_with_the_needed_ones(timed):
     message = r"--minutes 0\.2 is too little for one seed of 20 steps with 2 backends: give --minutes ([0-9.]+)"
+    timed.settings.minutes = 0.2
     with pytest.raises(RecipeError, match=message) as error:
-        timetable.fitted(replace(settings, minutes=0.2), elapsed=1.0)
+        timed.fitted()
     needed = float(str(error.value).split("give --minutes ")[1].split()[0])
-    assert timetable.fitted(replace(settings, minutes=needed), elapsed=1.0).seeds == 1
+    timed.settings.minutes = needed
+    assert timed.fitted().seeds == 1
+    timed.settings.minutes = needed - 0.1
     with pytest.raises(RecipeError):
-        timetable.fitted(replace(settings, minutes=needed - 0.1), elapsed=1.0)
+        timed.fitted()
 
 
 def test_durations_are_readable():

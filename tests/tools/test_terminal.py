@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 
 import pytest
 
@@ -59,6 +60,20 @@ def test_a_narrow_terminal_cuts_nothing(columns, monkeypatch):
 
 def test_a_column_wider_than_the_width_is_whole():
     assert "x" * 150 in table([["a", "b"], ["y", "x" * 150]])
+
+
+def test_an_ascii_terminal_gets_spelled_characters(monkeypatch):
+    rows = [["backend", "gap", "note"], ["bf16", "–", "été"], ["ao", "+0.1 ± 0.2", "8 × 4…"]]
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii", errors="spelled"))
+    text = table(rows)
+    assert text.splitlines() == [
+        "backend          gap        note",
+        "bf16               -  \\xe9t\\xe9",
+        "ao       +0.1 +- 0.2    8 x 4...",
+    ]
+    print(text, "–…")
+    sys.stdout.flush()
+    assert sys.stdout.buffer.getvalue().decode("ascii") == f"{text} -...\n"
 
 
 def test_paragraphs_align_with_their_labels():

@@ -216,11 +216,7 @@ def test_every_text_names_fp32(fp32_comparison, capsys):
         ):
             assert expected in ours
     assert "nats above fp32" in page and "fp32 around FP8" in page and "against fp32" in printed
-    assert (
-        fp32_comparison.results["around_fp8"]
-        == fp32_comparison.results["settings"]["reference"]
-        == "fp32"
-    )
+    assert fp32_comparison.results["settings"]["reference"] == "fp32"
     assert isinstance(fp32_comparison.results["machine"]["cpu_bf16_products"], bool)
 
 

@@ -2,7 +2,9 @@
 cost and gain."""
 
 import argparse
+import contextlib
 import signal
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +15,6 @@ from ...compute.registry import check_available
 from ...errors import BackendUnavailableError, RecipeError
 from ...recipes.handlers import resolve
 from ...recipes.strings import names_file
-from ...words import counted
 from ..terminal import (
     Progress,
     add_feature_flags,
@@ -94,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where to write (./fp8_compare)",
     )
+    add("--json", action="store_true", help=f"print {RESULTS}, and the report to standard error")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,20 +112,23 @@ def run(args: argparse.Namespace) -> int:
     before = {
         number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGINT)
     }
-    try:
-        announce(settings)
-        settings.backends = backend_names(settings.backends, settings.reference)
-        comparison = Comparison(settings, args.output)
-        introduce(comparison)
-        with Progress("comparing") as display:
-            comparison.run(Log(display))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if comparison is not None:
-        conclude(comparison)
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+        try:
+            announce(settings)
+            settings.backends = backend_names(settings.backends, settings.reference)
+            comparison = Comparison(settings, args.output)
+            introduce(comparison)
+            with Progress("comparing") as display:
+                comparison.run(Log(display))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if comparison is not None:
+            conclude(comparison)
+    if args.json and comparison is not None:
+        print((comparison.output / RESULTS).read_text())
     if received:
         return 128 + received[0]
     return 1 if comparison.failed else 0
@@ -227,12 +232,11 @@ def introduce(comparison: Comparison) -> None:
         f"{results['task']} on {results['text']['description']}",
         summary.held_out_text(results),
     )
-    print(wrapped("; ".join(filter(None, (*parts, summary.ranks_text(results))))))
-    print(f"starting {counted(len(results['backends']), 'worker')}", flush=True)
+    print(wrapped("; ".join(filter(None, (*parts, summary.ranks_text(results))))), flush=True)
 
 
 def conclude(comparison: Comparison) -> None:
-    """Print the verdict, the table, the reference's own spread, the checks and the paths of the
+    """Print the table, the verdict, the reference's own spread, the checks and the paths of the
     results."""
     results = comparison.results
     headings = summary.columns(results)
@@ -242,12 +246,14 @@ def conclude(comparison: Comparison) -> None:
     if any(row.emulated for row in rows):
         about = "this chip has no FP8 products, so FP8's speed cannot be measured; losses and memory are real"
         notes.append(("emulated", about))
+    if speeds := summary.threads_text(results):
+        notes.append(("tokens/s", speeds))
     parts = [
-        str(summary.verdict(results)),
         table([list(headings.values()), *cells]),
         paragraphs(notes),
+        str(summary.verdict(results)),
+        wrapped(summary.spread_line(results)),
     ]
-    parts.append(wrapped(summary.spread_line(results)))
     for backend, made in summary.checks(results).items():
         lines = [(_MARKS[check.passed], f"{check.name} ({check.detail})") for check in made]
         if lines:

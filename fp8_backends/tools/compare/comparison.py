@@ -1,22 +1,25 @@
-"""Run a comparison with one worker process a backend; write results and page after every run."""
+"""Run a comparison in worker processes, at once as many as cores and memory allow; write results
+and page after every run."""
 
 from __future__ import annotations
 
-import bisect
 import contextlib
+import itertools
 import json
 import os
 import platform
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +28,14 @@ import torch
 from ...compute import hardware
 from ...errors import FP8BackendError, RecipeError
 from ...words import counted, finite
-from ..terminal import Progress, duration, environment_without
+from ..terminal import Progress, duration, environment_without, wrapped
 from . import summary
 from .report_page import render
 from .summary import checks, verdict
-from .workload import BASELINES, Settings, fast_fp8, load_text, task
+from .workload import BASELINES, FIRST_STEPS, PERMIT, Settings, fast_fp8, load_text, task
 
 RESULTS = "results.json"
 PAGE = "report.html"
-_PACKAGES = ("fp8-backends", "torch", "accelerate", "torchao", "transformers", "transformer-engine")
 
 
 class Log:
@@ -44,57 +46,42 @@ class Log:
         self.display = display if sys.stdout.isatty() else None
         self.last_line = time.monotonic()
 
-    def inspecting(self, backend: str) -> None:
-        if self.display:
+    def begun(self, backend: str, seed: int) -> None:
+        if self.display and seed == FIRST_STEPS:
             self.display(f"{backend}: first steps")
-
-    def inspected(self, backend: str, step_seconds: float) -> None:
-        self.say(f"{backend}: first steps observed; {step_seconds:.2g} s a step")
 
     def planned(self, comparison: Comparison) -> None:
         self.comparison = comparison
         settings = comparison.settings
-        asked = comparison.results["asked"]
-        given_up = ""
-        if asked != {"steps": settings.steps, "seeds": settings.seeds}:
-            given_up = (
-                f" ({asked['seeds']} of {asked['steps']} do not fit into {settings.minutes:g} min)"
-            )
         self.say(
-            f"about {duration(comparison.seconds_left())} more: "
-            f"{summary.runs_text(settings.seeds, settings.steps)}{given_up} with "
-            f"{counted(len(comparison.workers), 'backend')}, by the steps just timed"
+            f"about {duration(comparison.seconds_left(settings.seeds))} more: "
+            f"{summary.runs_text(settings.seeds, settings.steps)} with "
+            f"{counted(len(comparison.living), 'backend')}, by the steps just timed"
         )
 
-    def run_started(self, backend: str, seed: int) -> None:
-        self.began = time.monotonic()
-
     def step(self, backend: str, seed: int, step: int, loss: float | None) -> None:
-        text = f"{backend} seed {seed}: step {step} of {self.comparison.settings.steps}, loss {_loss(loss, 3)}"
+        settings = self.comparison.settings
+        text = f"{backend} seed {seed}: step {step} of {settings.steps}, loss {_loss(loss)}"
         if self.display:
             elapsed = self.comparison.elapsed
-            left = self.comparison.seconds_left(backend, step)
+            left = self.comparison.seconds_left(settings.seeds)
             self.display(f"{text}, {duration(left)} left", elapsed / (elapsed + left))
         elif time.monotonic() - self.last_line > 30:
             self.say(text)
 
     def run_finished(self, backend: str, run: dict[str, Any]) -> None:
-        seconds = time.monotonic() - self.began
         self.say(
             f"{backend} seed {run['seed']}: held-out loss {_loss(run['held_out_loss'])} "
-            f"({seconds:.1f} s)"
+            f"({run['seconds']:.1f} s)"
         )
-
-    def failed(self, backend: str, message: str) -> None:
-        self.say(f"{backend} failed: {message}")
 
     def say(self, line: str) -> None:
         self.last_line = time.monotonic()
-        print(line, flush=True)
+        print(wrapped(line), flush=True)
 
 
-def _loss(value: float | None, digits: int = 4) -> str:
-    return "not finite" if value is None else f"{value:.{digits}f}"
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 class Comparison:
@@ -104,15 +91,18 @@ class Comparison:
     def __init__(self, settings: Settings, output: Path) -> None:
         self.began = time.monotonic()
         self.output = output
-        self.workers: dict[str, Worker] = {}
-        self.timetable = Timetable()
+        self.workers: list[Worker] = []
+        self.events: queue.SimpleQueue[tuple[Worker, dict[str, Any]]] = queue.SimpleQueue()
+        self.free_bytes = hardware.free_memory()
+        self.run_bytes = 0
+        """Memory of the largest process so far, times ranks."""
         kind = task(settings)
         self.text = text = load_text(settings.text, settings.limit_mb)
         # fail now rather than in every worker if the text is too short
         text.batches(1, 1, settings.sequence, 0)
         versions = {
             "python": platform.python_version(),
-            **{name: hardware.version(name) for name in _PACKAGES},
+            **{name: hardware.version(name) for name in ("fp8-backends", *hardware.LIBRARIES)},
         }
         versions["cuda"] = torch.version.cuda
         self.results: dict[str, Any] = {
@@ -122,7 +112,6 @@ class Comparison:
             "machine": machine(settings.device),
             "versions": {name: version for name, version in versions.items() if version},
             "fast_fp8": fast_fp8(settings.device),
-            "around_fp8": settings.reference,
             "task": kind,
             "asked": {"steps": settings.steps, "seeds": settings.seeds},
             "text": {
@@ -131,8 +120,8 @@ class Comparison:
                 "vocab_size": text.vocab_size,
             },
             "backends": {
-                name: {"status": "waiting", "message": "", "inspection": None, "runs": []}
-                for name in (settings.reference, *settings.backends)
+                name: {"status": "running", "message": "", "inspection": None, "runs": []}
+                for name in settings.trained
             },
         }
         self._take(settings)
@@ -147,122 +136,195 @@ class Comparison:
     def elapsed(self) -> float:
         return time.monotonic() - self.began
 
-    def seconds_left(self, backend: str | None = None, step: int = 0) -> float:
-        """Estimate the remaining seconds, less the finished steps of a backend's current run."""
-        runs = {name: len(self.results["backends"][name]["runs"]) for name in self.timetable.paces}
-        if backend in runs:
-            runs[backend] += step / steps_with_evaluation(self.settings)
-        seeds = self.settings.seeds
-        timetable = self.timetable
-        return sum(
-            (seeds - done) * timetable.run_seconds(name, self.settings)
-            for name, done in runs.items()
-        )
+    def seconds_left(self, seeds: int) -> float:
+        """Estimate the remaining seconds until so many seeds of every backend are trained."""
+        left = {name: seeds - len(report["runs"]) for name, report in self.living.items()}
+        for worker in self.workers:
+            if worker.backend in left:
+                left[worker.backend] -= worker.steps / steps_with_evaluation(self.settings)
+        return self.seconds(left, self.settings)
+
+    @property
+    def living(self) -> dict[str, dict[str, Any]]:
+        """Return the reports of backends that have made their first steps and not failed."""
+        backends = self.results["backends"].items()
+        return {
+            name: report
+            for name, report in backends
+            if report["inspection"] and report["status"] == "running"
+        }
+
+    def seconds(self, runs: dict[str, float], settings: Settings) -> float:
+        """Return the seconds in which so many runs of each backend end, some at the same time: an
+        upper bound (Graham 1969)."""
+        reports = self.living
+        each = {name: run_seconds(reports[name], settings) for name in runs if runs[name] > 0}
+        total = sum(runs[name] * seconds for name, seconds in each.items())
+        longest = max(each.values(), default=0)
+        return longest + (total - longest) / self.at_once
+
+    def fitted(self) -> Settings:
+        """Return settings whose steps and seeds fit into their minutes. Raises `RecipeError` if not
+        one seed fits."""
+        settings = self.settings
+
+        def needed(steps: int, seeds: int) -> float:
+            runs = dict.fromkeys(self.living, seeds)
+            return self.elapsed + self.seconds(runs, replace(settings, steps=steps))
+
+        usable = 60 * USABLE * settings.minutes
+        steps, seeds = fit(usable, settings.steps, settings.seeds, needed)
+        if not seeds:
+            minutes = needed(steps, 1) / USABLE / 60
+            raise RecipeError(
+                f"--minutes {settings.minutes:g} is too little for one seed of "
+                f"{counted(steps, 'step')} with {counted(len(self.living), 'backend')}: give "
+                f"--minutes {minutes + 0.05:.1f} or more, fewer backends, or a smaller --batch or "
+                "--sequence"
+            )
+        return replace(settings, steps=steps, seeds=seeds)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Return True if runs never overlap, and each backend has its process: on a GPU, where they
+        would slow each other, and with compiled code, of which a process keeps a bounded number."""
+        return self.settings.device == "cuda" or self.settings.compile
+
+    @property
+    def at_once(self) -> int:
+        """Return the number of runs at a time. The first one runs alone: it tells how much memory
+        a run takes."""
+        if self.takes_turns or not self.run_bytes:
+            return 1
+        fitting = min(cores(), self.free_bytes // self.run_bytes)
+        return max(1, fitting // self.settings.nproc)
 
     def run(self, progress: Log) -> None:
         """Train every backend. After an early end all finished runs are on disk."""
         try:
             with tempfile.TemporaryDirectory() as folder:
-                settings_path = Path(folder, "settings.json")
-                text_path = Path(folder, "text.pt")
-                settings_path.write_text(json.dumps(asdict(self.settings)))
-                torch.save(vars(self.text), text_path)
+                self.folder = Path(folder)
+                self._write_settings()
+                torch.save(vars(self.text), self.folder / "text.pt")
+                backends = self.results["backends"]
                 self.save()
-                # all load their libraries at the same time
-                for backend, report in self.results["backends"].items():
-                    report["status"] = "running"
-                    self.workers[backend] = self._worker(
-                        [str(settings_path), str(text_path), backend]
-                    )
-                for backend in list(self.workers):  # none trains before the last one is ready
-                    self._follow(backend, progress, "ready", self.settings.nproc)
-                for backend, worker in list(self.workers.items()):
-                    progress.inspecting(backend)
-                    worker.give_turn()
-                    self._follow(backend, progress, "inspected")
-                if self.workers:
+                if self.takes_turns:
+                    # all load their libraries at the same time, and none trains before the last
+                    # one is ready
+                    self.workers += map(self.hire, backends)
+                    while any(worker.loading for worker in self.workers):
+                        self._record(progress)
+                self._take_turns(((backend, FIRST_STEPS) for backend in backends), progress)
+                if self.living:
                     if self.settings.minutes is not None:
-                        self._take(self.timetable.fitted(self.settings, self.elapsed))
+                        self._take(self.fitted())
+                        self._write_settings()
+                    if self.settings.device == "cpu":
+                        self.results["machine"]["runs_at_once"] = self.at_once
                     progress.planned(self)
-                    settings_path.write_text(json.dumps(asdict(self.settings)))
-                    self._train(progress)
+                    self._take_turns(self._runs(), progress)
                 self._end("finished")
-                dismiss(self.workers.values())
         except BaseException as error:
+            self.results["note"] = f"{type(error).__name__}: {error}"
             if isinstance(error, FP8BackendError):
-                note = str(error)
-            else:
-                note = f"{type(error).__name__}: {error}"
-            if isinstance(error, KeyboardInterrupt):
-                note = f"interrupted by {error}" if error.args else "interrupted"
-            self.results["note"] = note
+                self.results["note"] = str(error)
+            elif isinstance(error, KeyboardInterrupt):
+                self.results["note"] = f"interrupted by {error}"
             raise
         finally:
-            stop(self.workers.values())
+            stop(self.workers)
             if self.results["status"] == "running":
                 self._end("terminated")
             self.save()
 
-    def _worker(self, arguments: list[str]) -> Worker:
-        return Worker(arguments, self.settings.nproc)
+    def _write_settings(self) -> None:
+        (self.folder / "settings.json").write_text(json.dumps(asdict(self.settings)))
 
-    def _train(self, progress: Log) -> None:
-        """Train seed by seed over all backends, so that finished seeds are comparable at any
+    def hire(self, backend: str) -> Worker:
+        """Start a worker for the turns of this backend, or of any where runs overlap."""
+        return Worker(self.folder, self.settings.nproc, self.events, backend)
+
+    def _runs(self) -> Iterator[tuple[str, int]]:
+        """Yield seed by seed over all backends, so that finished seeds are comparable at any
         time."""
-        for seed in range(self.settings.seeds):
-            if seed and not self.timetable.another_round_fits(self.settings, self.elapsed):
-                self._take(replace(self.settings, seeds=seed))
-                asked = self.results["asked"]["seeds"]
-                self.results["note"] = (
-                    f"{seed} of {counted(asked, 'seed')}: one more would not fit into the time "
-                    "given"
-                )
-                return
-            for backend, worker in list(self.workers.items()):
-                progress.run_started(backend, seed)
-                began = time.monotonic()
-                worker.give_turn()
-                self._follow(backend, progress, "run")
-                self.timetable.measured[backend].append(time.monotonic() - began)
+        settings = self.settings
+        for seed in range(settings.seeds):
+            if seed and settings.minutes is not None:
+                end = self.elapsed + self.seconds_left(seed + 1)
+                if end > 60 * USABLE * settings.minutes:
+                    self._take(replace(settings, seeds=seed))
+                    asked = self.results["asked"]["seeds"]
+                    self.results["note"] = (
+                        f"{seed} of {counted(asked, 'seed')}: one more would not fit into the time "
+                        "given"
+                    )
+                    return
+            for backend in self.results["backends"]:
+                if backend in self.living:
+                    yield backend, seed
 
-    def _follow(self, backend: str, progress: Log, last: str, times: int = 1) -> None:
-        """Record a worker's events until its turn is over. A worker that ends in mid-turn has
-        failed."""
-        worker = self.workers[backend]
-        report = self.results["backends"][backend]
-        for event in worker.events(last, times):
-            kind = event.pop("event")
-            if kind == "step":
-                progress.step(backend, **event)
-            elif kind == "inspected":
+    def _take_turns(self, turns: Iterable[tuple[str, int]], progress: Log) -> None:
+        """Hand out turns (backend, seed) in order, and record until all have ended."""
+        turns = iter(turns)
+        while True:
+            busy = sum(worker.backend is not None for worker in self.workers)
+            for backend, seed in itertools.islice(turns, max(0, self.at_once - busy)):
+                progress.begun(backend, seed)
+                self._idle_worker(backend).begin(self.settings, backend, seed)
+                busy += 1
+            if not busy:
+                return
+            self._record(progress)
+
+    def _idle_worker(self, backend: str) -> Worker:
+        for worker in self.workers:
+            if worker.backend is None and (not self.takes_turns or worker.hired_for == backend):
+                return worker
+        self.workers.append(self.hire(backend))
+        return self.workers[-1]
+
+    def _record(self, progress: Log) -> None:
+        """Record the next event of any worker. One that ends in a turn fails its backend."""
+        worker, event = self.events.get()
+        kind = event.pop("event")
+        backend = worker.backend
+        report = self.results["backends"].get(backend)  # none while it waits for a turn
+        if kind == "ready":
+            worker.loading -= 1
+            worker.began = time.monotonic()
+        elif kind == "step":
+            worker.steps = event["step"]
+            progress.step(backend, **event)
+        elif kind == "failed":
+            # the first rank's is the cause
+            worker.message = worker.message or event["message"]
+        elif kind == "ended":
+            self.workers.remove(worker)
+            if report:
+                report |= {"status": "failed", "message": worker.message}
+                progress.say(f"{backend} failed: {worker.message}")
+                self.save()
+        else:
+            worker.rest()
+            if kind == "inspected":
+                resident = event["resident_bytes"] * self.settings.nproc
+                self.run_bytes = max(self.run_bytes, resident)
                 report["inspection"] = event
-                self.timetable.paces[backend] = (event["start_seconds"], event["step_seconds"])
-                progress.inspected(backend, event["step_seconds"])
-            elif kind == "run":
+                seconds = event["step_seconds"]
+                progress.say(f"{backend}: first steps observed; {seconds:.2g} s a step")
+            else:
+                event["seconds"] = time.monotonic() - worker.began
                 if backend not in BASELINES and not self.results["fast_fp8"]:
                     event["emulated_tokens_per_second"] = event.pop("tokens_per_second")
                     event["tokens_per_second"] = None
-                report["runs"].append(event)
+                report["runs"] = sorted([*report["runs"], event], key=itemgetter("seed"))
                 progress.run_finished(backend, event)
-            elif kind == "failed":
-                # the first rank's is the cause
-                report["message"] = report["message"] or event["message"]
-            if kind in ("inspected", "run"):
-                self.save()
-        if worker.ended:
-            report["status"], report["message"] = (
-                "failed",
-                report["message"] or worker.why_it_ended(),
-            )
-            del self.workers[backend]
-            self.timetable.paces.pop(backend, None)
-            progress.failed(backend, report["message"])
             self.save()
 
     def _end(self, status: str) -> None:
         self.results["status"] = status
         for report in self.results["backends"].values():
-            if report["status"] in ("waiting", "running"):
+            if report["status"] == "running":
                 report["status"] = status
 
     def save(self) -> None:
@@ -299,7 +361,6 @@ def machine(device: str) -> dict[str, Any]:
         "device": device,
         "processor": hardware.cpu_name(),
         "cores": cores(),
-        "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_bf16_products": hardware.cpu_bf16(),
     }
@@ -313,89 +374,74 @@ def machine(device: str) -> dict[str, Any]:
 
 
 class Worker:
-    """Train one backend in another process, or in torchrun for several ranks, in turns given by
-    standard input."""
+    """Train in another process, or in torchrun for several ranks, in turns given by standard
+    input. Its events go to a queue, the last one is `ended`."""
 
-    def __init__(self, arguments: list[str], ranks: int) -> None:
+    def __init__(self, folder: Path, ranks: int, events: queue.SimpleQueue, hired_for: str) -> None:
         self.ranks = ranks
-        self.ended = False
-        torchrun = []
+        self.events = events
+        self.hired_for = hired_for
+        self.loading = ranks
+        self.message = ""
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")
+        self.rest()
+        torchrun = ""
         if ranks > 1:
-            torchrun = [
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc_per_node",
-                str(ranks),
-                "-m",
-            ]
+            torchrun = f"torch.distributed.run --standalone --nproc_per_node {ranks} -m"
         # in its own session, so that Ctrl-C reaches only this process, which then stops the worker
         self.process = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
-                *torchrun,
+                *torchrun.split(),
                 "fp8_backends.tools.compare.training_run",
-                *arguments,
+                str(folder),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self.errors,
             text=True,
-            errors="replace",
-            env=worker_environment(ranks),
+            env=worker_environment(),
             start_new_session=True,
         )
-        self.last_words: deque[str] = deque(maxlen=5)
-        lines = (line.strip() for line in self.process.stderr)
-        self.drain = threading.Thread(
-            target=self.last_words.extend, args=[filter(None, lines)], daemon=True
-        )
-        self.drain.start()
+        threading.Thread(target=self._read_events, daemon=True).start()
 
-    def give_turn(self) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `events` reports that it has ended
-            os.write(self.process.stdin.fileno(), b"." * self.ranks)
+    def rest(self) -> None:
+        self.backend: str | None = None
+        self.steps = 0
 
-    def events(self, last: str, times: int = 1) -> Iterator[dict[str, Any]]:
-        """Yield events until `last` has come `times` times or the worker has ended."""
-        for line in self.process.stdout:
-            event = json.loads(line)
-            times -= event["event"] == last
-            yield event
-            if not times:
-                return
-        self.process.wait()
-        self.drain.join()
-        self.ended = True
+    def begin(self, settings: Settings, backend: str, seed: int) -> None:
+        self.backend = backend
+        self.began = time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # `_read_events` reports that it has ended
+            permit = PERMIT % (settings.trained.index(backend), seed)
+            os.write(self.process.stdin.fileno(), permit * self.ranks)
 
-    def why_it_ended(self) -> str:
-        return f"the worker ended with code {self.process.returncode}: {' / '.join(self.last_words) or 'no message'}"
+    def _read_events(self) -> None:
+        with contextlib.suppress(json.JSONDecodeError):  # killed in the middle of a line
+            for line in self.process.stdout:
+                self.events.put((self, json.loads(line)))
+        code = self.process.wait()
+        self.errors.seek(0)
+        last_lines = deque(filter(None, map(str.strip, self.errors)), maxlen=5)
+        words = " / ".join(last_lines) or "no message"
+        self.message = self.message or f"the worker ended with code {code}: {words}"
+        self.events.put((self, {"event": "ended"}))
 
 
-def dismiss(workers: Iterable[Worker]) -> None:
+def stop(workers: list[Worker]) -> None:
     for worker in workers:
-        worker.process.stdin.close()
-    for worker in workers:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(timeout=30)
-
-
-def stop(workers: Iterable[Worker]) -> None:
-    running = [worker for worker in workers if worker.process.poll() is None]
-    for worker in running:
         worker.process.terminate()
-    for worker in running:
+    for worker in workers:
         try:
             # torchrun forwards the signal to its ranks, and kills them after 30 s
-            worker.process.wait(timeout=5 if worker.ranks == 1 else 40)
+            worker.process.wait(timeout=40)
         except subprocess.TimeoutExpired:
             worker.process.kill()
 
 
-def worker_environment(ranks: int = 1) -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     kept = environment_without(("ACCELERATE_", "FP8_BACKENDS_DISABLE"))
-    if ranks > 1:
-        kept.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -414,67 +460,29 @@ USABLE = 0.9
 
 
 def fit(
-    seconds: float, steps: int, seeds: int, round_seconds: Callable[[int], float]
+    seconds: float, steps: int, seeds: int, needed: Callable[[int, int], float]
 ) -> tuple[int, int]:
     """Return the (steps, seeds) that fit into a time, at most as many as given; no seeds if not one
     fits.
 
     First give up seeds down to three, then steps down to `FEWEST_STEPS`, then the other seeds.
-    `round_seconds` maps a number of steps to the seconds of one seed over all backends.
+    `needed` maps (steps, seeds) to the seconds over all backends.
     """
-    wanted = min(WANTED_SEEDS, seeds)
     fewest = min(FEWEST_STEPS, steps)
-    choices = range(fewest, steps + 1)
-    fitting = choices[
-        : bisect.bisect_right(choices, seconds, key=lambda count: wanted * round_seconds(count))
-    ]
-    chosen = fitting[-1] if fitting else fewest
-    return chosen, max(0, min(seeds, int(seconds // round_seconds(chosen))))
+    wanted = min(WANTED_SEEDS, seeds)
+    while steps > fewest and needed(steps, wanted) > seconds:
+        steps -= 1
+    while seeds and needed(steps, seeds) > seconds:
+        seeds -= 1
+    return steps, seeds
 
 
-class Timetable:
-    """Estimate the seconds of runs from timed steps, and from finished runs once there are any."""
-
-    def __init__(self) -> None:
-        self.paces: dict[str, tuple[float, float]] = {}
-        """Seconds to begin a run and seconds of a step, by backend."""
-        self.measured: dict[str, list[float]] = defaultdict(list)
-        """Seconds of each run, by backend."""
-
-    def run_seconds(self, backend: str, settings: Settings) -> float:
-        if backend in self.measured:
-            return statistics.fmean(self.measured[backend])
-        start, step = self.paces[backend]
-        return start + step * steps_with_evaluation(settings)
-
-    def round_seconds(self, settings: Settings) -> float:
-        return sum(self.run_seconds(backend, settings) for backend in self.paces)
-
-    def fitted(self, settings: Settings, elapsed: float) -> Settings:
-        """Return settings whose steps and seeds fit into their minutes. Raises `RecipeError` if not
-        one seed fits."""
-        steps, seeds = fit(
-            60 * USABLE * settings.minutes - elapsed,
-            settings.steps,
-            settings.seeds,
-            lambda count: self.round_seconds(replace(settings, steps=count)),
-        )
-        fitting = replace(settings, steps=steps, seeds=seeds)
-        if not seeds:
-            needed = (elapsed + self.round_seconds(fitting)) / USABLE / 60
-            raise RecipeError(
-                f"--minutes {settings.minutes:g} is too little for one seed of "
-                f"{counted(steps, 'step')} with {counted(len(self.paces), 'backend')}: give "
-                f"--minutes {needed + 0.05:.1f} or more, fewer backends, or a smaller --batch or "
-                "--sequence"
-            )
-        return fitting
-
-    def another_round_fits(self, settings: Settings, elapsed: float) -> bool:
-        return (
-            settings.minutes is None
-            or elapsed + self.round_seconds(settings) <= 60 * USABLE * settings.minutes
-        )
+def run_seconds(report: dict[str, Any], settings: Settings) -> float:
+    """Estimate the seconds of a backend's run from timed steps, or from its finished runs."""
+    if report["runs"]:
+        return statistics.fmean(run["seconds"] for run in report["runs"])
+    first = report["inspection"]
+    return first["start_seconds"] + first["step_seconds"] * steps_with_evaluation(settings)
 
 
 def steps_with_evaluation(settings: Settings) -> float:

@@ -29,7 +29,7 @@ def render(results: Results) -> str:
     facts = [
         machine.get("gpu") or f"{machine['processor']}, {counted(machine['cores'], 'core')}",
         summary.ranks_text(results),
-        f"{results['around_fp8']} around FP8",
+        f"{reference} around FP8",
         summary.runs_text(settings["seeds"], settings["steps"]),
         summary.held_out_text(results),
         f"torch {results['versions'].get('torch', '?')}",
@@ -255,7 +255,6 @@ def _settings(results: Results) -> str:
         "text": results["text"]["description"],
         "text sha256": results["text"]["sha256"],
         "held-out windows": results["held_out_windows"],
-        "around FP8": results["around_fp8"],
         **{
             key: value
             for key, value in settings.items()

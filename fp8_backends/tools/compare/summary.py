@@ -258,6 +258,12 @@ def runs_text(seeds: int, steps: int) -> str:
     return f"{counted(seeds, 'seed')} of {counted(steps, 'step')}"
 
 
+def threads_text(results: Results) -> str:
+    """Say how runs share a CPU, such as `Speeds of one thread, 2 runs at a time`; empty on a GPU."""
+    at_once = results["machine"].get("runs_at_once")
+    return f"Speeds of one thread, {counted(at_once, 'run')} at a time" if at_once else ""
+
+
 def held_out_text(results: Results) -> str:
     """Return the held-out part, such as `128 held-out windows (0.2 of those trained on)`."""
     settings = results["settings"]

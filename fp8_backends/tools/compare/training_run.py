@@ -1,19 +1,19 @@
-"""Train all seeds of one backend as the worker of `compare`, and report each event as a line of
-JSON.
+"""Train as a worker of `compare`, and report each event as a line of JSON.
 
-The worker runs in turns: first steps observed, then a seed each. A rank begins a turn by reading
-one byte from standard input; a turn ends for no rank before it has begun for all. Rank 0 reports.
+The worker runs in turns: a backend's first steps observed, or one of its seeds. A rank begins a
+turn by reading its permit from standard input; a turn ends for no rank before it has begun for all.
+Rank 0 reports.
 
-    python -m fp8_backends.tools.compare.training_run SETTINGS.json TEXT.pt BACKEND
+    python -m fp8_backends.tools.compare.training_run FOLDER
 """
 
 import contextlib
 import functools
 import gc
-import itertools
 import json
 import logging
 import os
+import resource
 import statistics
 import sys
 import time
@@ -38,7 +38,15 @@ from ...evidence.auditing import incomplete_layers
 from ...tensors.scaled_tensor import ScaledTensor
 from ...words import finite
 from .measuring import autocast_copies, peak_memory, sent_bytes
-from .workload import Settings, TrainingText, build_model, inputs, task
+from .workload import (
+    FIRST_STEPS,
+    PERMIT_BYTES,
+    Settings,
+    TrainingText,
+    build_model,
+    inputs,
+    task,
+)
 
 Report = Callable[..., None]
 
@@ -50,15 +58,14 @@ TIMED_STEPS = 3
 
 
 def take_turn(
-    turn: int, settings: Settings, text: TrainingText, backend: str, report: Report
+    settings: Settings, text: TrainingText, backend: str, seed: int, report: Report
 ) -> None:
-    """Inspect the first steps in turn 0, train a seed in later turns; report once all ranks have
-    freed memory."""
-    if turn == 0:
+    """Inspect the first steps, or train a seed; report once all ranks have freed memory."""
+    if seed == FIRST_STEPS:
         values = inspect(settings, text, backend)
     else:
-        run = Run(settings, text, backend, turn - 1)
-        values = run.train(lambda step, loss: report("step", seed=turn - 1, step=step, loss=loss))
+        run = Run(settings, text, backend, seed)
+        values = run.train(lambda step, loss: report("step", seed=seed, step=step, loss=loss))
         del run
     AcceleratorState._reset_state(True)
     gc.collect()
@@ -66,7 +73,7 @@ def take_turn(
         torch.cuda.empty_cache()
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
-    report("run" if turn else "inspected", **values)
+    report("inspected" if seed == FIRST_STEPS else "run", **values)
 
 
 class Run:
@@ -294,6 +301,7 @@ def inspect(settings: Settings, text: TrainingText, backend: str) -> dict[str, A
         "messages": messages,
         "start_seconds": run.start_seconds,
         "step_seconds": statistics.median(seconds),
+        "resident_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
 
 
@@ -359,22 +367,25 @@ def _reporter() -> Report:
 
 
 def main(argv: list[str]) -> int:
-    settings_path, text_path, backend = argv
+    folder = Path(argv[0])
     report = _reporter()
     permits = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # hides the permits from this process's children
-    text = TrainingText(**torch.load(text_path, weights_only=True))
+    text = TrainingText(**torch.load(folder / "text.pt", weights_only=True))
     try:
-        settings = _read(settings_path)
+        settings = _read(folder)
         if settings.device == "cpu":
+            # Runs share the cores. OpenMP's threads would wait in a loop for one that another
+            # process keeps from its core. Bits may depend on their number, so it never varies.
+            torch.set_num_threads(1)
             torch.use_deterministic_algorithms(True, warn_only=True)
         # loads the modules of transformers
         build_model(replace(settings, device="meta"), text.vocab_size, seed=0)
         report("ready")
-        for turn in itertools.takewhile(lambda turn: os.read(permits, 1), itertools.count()):
-            take_turn(turn, _read(settings_path), text, backend, report)
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+        while given := os.read(permits, PERMIT_BYTES):
+            settings = _read(folder)
+            backend, seed = map(int, given.split())
+            take_turn(settings, text, settings.trained[backend], seed, report)
     except BrokenPipeError:  # the comparison has ended
         os._exit(1)
     except Exception as error:
@@ -383,9 +394,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _read(settings_path: str) -> Settings:
-    # read at each turn: the first one decides how much fits into the time limit
-    return Settings(**json.loads(Path(settings_path).read_text()))
+def _read(folder: Path) -> Settings:
+    # read at each turn: the first ones decide how much fits into the time limit
+    return Settings(**json.loads((folder / "settings.json").read_text()))
 
 
 if __name__ == "__main__":

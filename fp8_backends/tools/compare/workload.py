@@ -54,6 +54,18 @@ class Settings:
         """Windows for evaluation; a short text has fewer."""
         return max(self.batch, round(self.held_out_share * self.steps * self.batch))
 
+    @property
+    def trained(self) -> list[str]:
+        """List the reference and the backends."""
+        return [self.reference, *self.backends]
+
+
+FIRST_STEPS = -1
+"""Turn of a worker in place of a seed."""
+PERMIT = b"%8d%8d"
+"""Backend, as its place in `Settings.trained`, and seed: bytes of a fixed number, since ranks read
+from one pipe."""
+PERMIT_BYTES = 16
 
 SMALL = {
     "hidden_size": 128,
