@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -128,6 +129,18 @@ def test_ctrl_c_ends_a_command_with_one_line(monkeypatch, capsys):
     monkeypatch.setattr("fp8_backends.tools.estimate.command.estimate", interrupt)
     assert main(["estimate", "--params", "8B", "--chip", "h100"]) == 128 + signal.SIGINT
     assert capsys.readouterr().err.splitlines()[-1] == "fp8-backends estimate: interrupted"
+
+
+def test_advise_begins_again_with_sleeping_threads(monkeypatch, capsys):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # restored after the test
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr("fp8_backends.compute.hardware.device", lambda: "cpu")
+    monkeypatch.setattr("sys.argv", ["fp8-backends", "advise", "--batches", "0"])
+    started = []
+    monkeypatch.setattr("os.execv", lambda *command: started.append(command))
+    assert main() == main() == 2 and "--batches 0" in capsys.readouterr().err
+    assert started == [(sys.executable, [sys.executable, *sys.orig_argv[1:]])]
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_an_unknown_flag_shows_the_usage_of_its_command(capsys):

@@ -311,7 +311,7 @@ def test_losses_do_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("warm_workers")
 def test_a_killed_worker_fails_its_backend(tmp_path):
     comparison = Comparison(
-        tiny_settings(tmp_path, "native:dynamic", "fp32", steps=400), tmp_path / "out"
+        tiny_settings(tmp_path, "native:dynamic", "fp32", steps=100), tmp_path / "out"
     )
 
     class Killing(Recorded):
