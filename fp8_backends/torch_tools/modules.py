@@ -27,6 +27,9 @@ from ..errors import FP8BackendError
 CONVERSION = "_fp8_conversion"
 """Attribute of a converted layer: its `Conversion`."""
 
+PREPARED = "_fp8_prepared"
+"""Attribute of a prepared root: its `convert.conversion.Prepared`."""
+
 PLAIN_CONVERSION = "_fp8_plain_conversion"
 """The `Conversion` of a layer in high precision with another class, such as a norm."""
 
@@ -200,8 +203,10 @@ def _wrapped(function: Any, module: nn.Module) -> _Held | None:
             return _Held.item(module.__dict__, "_old_forward")
         state = (function.args, function.keywords, vars(function))
         return _Held(function.func, lambda inner: function.__setstate__((inner, *state)))
-    if not isinstance(function, FunctionType):
-        return None
+    if not isinstance(function, FunctionType):  # te's `AroundRoot`
+        return (
+            _Held.item(vars(function), "__wrapped__") if hasattr(function, "__wrapped__") else None
+        )
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if function.__globals__.get("__name__", "").startswith(_TRANSFORMERS):
         cell = next((cells[name] for name in _HELD_AS if name in cells), None)
