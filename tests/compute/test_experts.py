@@ -24,12 +24,12 @@ from fp8_backends.compute.experts.grouped_products import (
 )
 from fp8_backends.compute.experts.grouped_scaling import quantize_experts, quantize_groups
 from fp8_backends.compute.experts.native_layer import (
-    GroupedCall,
     GroupedFunction,
     quantized_weight,
 )
 from fp8_backends.compute.native.backend import NativeCompute, layer_rule
 from fp8_backends.compute.native.layer_rule import Stored, fp8_product
+from fp8_backends.compute.native.linear import Call
 from fp8_backends.compute.native.scaling_states import KeepsLedger, Ledger
 from fp8_backends.compute.native.weights import kind_of
 from fp8_backends.compute.products import engine_of_gpu, scaled_product
@@ -417,10 +417,8 @@ def step_on_fake_tensors(scaling, sizes, stored, transposed, groups):
         )
         context, w8 = Context(), quantized_weight(rule, of_weight, state, transposed, True)
         ledger = Ledger(torch.device("cuda"))
-        call = GroupedCall(
-            rule, torch.bfloat16, transposed, kind_of(weight), True, state=state, ledger=ledger
-        )
-        y = GroupedFunction.forward(context, x, weight, call, groups, w8, of_weight)
+        call = Call(rule, state, ledger, torch.bfloat16, transposed, kind_of(weight), None)
+        y = GroupedFunction.forward(context, x, weight, call, groups, w8, of_weight, False)
         with torch.no_grad():  # as autograd calls it
             dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
     assert y.shape == (37, out) and y.dtype == torch.bfloat16 and y.device.type == "cuda"

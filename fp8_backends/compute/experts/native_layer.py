@@ -9,8 +9,6 @@ level's FP16 data get a scale for each expert; E4M3 data are multiplied with the
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -39,11 +37,11 @@ from ..native.layer_rule import (
     FPROP,
     WGRAD,
     LayerRule,
-    PlainWeight,
     Stored,
     parallel,
     split_of,
 )
+from ..native.linear import Call
 from ..native.scaling_states import KeepsLedger, Ledger, SharedCodes
 from ..native.weights import kind_of, read
 from ..refusals import refuse_second_derivative
@@ -115,9 +113,8 @@ class FP8Experts(ExpertWeights):
         if part in self:
             y = self[part](x, weight, groups, out_dtype)
         else:
-            keeps = torch.is_grad_enabled()
-            call = GroupedCall(_PLAIN, out_dtype, transposed, kind_of(weight), keeps)
-            y = GroupedFunction.apply(x, weight, call, groups, Layouts(), read(weight))
+            call = Call(_PLAIN, None, None, out_dtype, transposed, kind_of(weight), None)
+            y = grouped(x, weight, call, groups, Layouts(), read(weight))
         if experts.has_bias:
             y = y + own_part(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
         return y
@@ -237,10 +234,8 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             stored = kind.read(weight, gathered_codes.FPROP)
             w8 = kind.quantized_experts(self, weight, stored, quantize)
         records = keep and self.fp8_shared.is_training(self)
-        call = GroupedCall(
-            rule, out_dtype, transposed, kind, keep, records, state, self.fp8_ledger, self.fp8_cut
-        )
-        return GroupedFunction.apply(x, weight, call, groups, w8, stored)
+        call = Call(rule, state, self.fp8_ledger, out_dtype, transposed, kind, self.fp8_cut)
+        return grouped(x, weight, call, groups, w8, stored, records)
 
     def extra_repr(self) -> str:
         experts, outputs, inputs = sizes_of(*self.fp8_owner)
@@ -249,32 +244,32 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         return f"{experts} experts, {inputs} -> {outputs}, {rule!r}{rows}"
 
 
-class GroupedCall(NamedTuple):
-    """What grouped products of a forward and its backward share, besides their operands."""
-
-    rule: LayerRule
-    out_dtype: torch.dtype
-    transposed: bool
-    """True if w is [experts, in, out]."""
-    kind: PlainWeight
-    keeps: bool
-    """True if backward may follow."""
-    records: bool = False
-    """True if amaxes go into the rule's states."""
-    state: torch.Tensor | None = None
-    ledger: Ledger | None = None
-    """None for an unconverted weight."""
-    cut: Any = None
-    """The cut of each expert over ranks."""
+def grouped(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    call: Call,
+    groups: Groups,
+    w8: Layouts,
+    stored: Stored,
+    records: bool = False,
+) -> torch.Tensor:
+    """Call `GroupedFunction`, which keeps nothing without gradients."""
+    if not torch.is_grad_enabled():
+        x = x.detach()
+        weight = weight.detach()
+    return GroupedFunction.apply(x, weight, call, groups, w8, stored, records)
 
 
 class GroupedFunction(torch.autograd.Function):
-    """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e. `w8`: `quantized_weight`."""
+    """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e.
+
+    `records`: amaxes go into the rule's states; `w8`: `quantized_weight`.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, call, groups, w8, stored):
+    def forward(ctx, x, weight, call, groups, w8, stored, records):
         rule, state, out_dtype = call.rule, call.state, call.out_dtype
-        needs_dgrad, needs_wgrad = (call.keeps and needed for needed in ctx.needs_input_grad[:2])
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         saved_for_wgrad = (x, None) if needs_wgrad else ()
         saved_for_dgrad = ()
         x8 = _quantized_input(call, x, groups, needs_wgrad)
@@ -287,7 +282,7 @@ class GroupedFunction(torch.autograd.Function):
             y = grouped_product(*operands, groups, *how)
             y = y.narrow(1, 0, weight.shape[2 if call.transposed else 1]).to(out_dtype)
         amaxes = (None, None)
-        if state is not None and call.records:
+        if state is not None and records:
             amaxes = x8.amax, w8.amax if rule.scales.records_weight else None
         if call.ledger is not None:
             _record(call, INPUT, amaxes[0])
@@ -327,7 +322,7 @@ class GroupedFunction(torch.autograd.Function):
                 .narrow(2, 0, ctx.weight_shape[2])
                 .to(ctx.weight_dtype)
             )
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
 
 
 def gradient_by_rows(rule: LayerRule) -> bool:
@@ -388,18 +383,14 @@ def oriented_layouts(
     return Layouts(*w8[2:4], *w8[:2], w8.amax) if transposed else w8
 
 
-def _quantized_input(
-    call: GroupedCall, x: torch.Tensor, groups: Groups, needs_wgrad: bool
-) -> Layouts:
+def _quantized_input(call: Call, x: torch.Tensor, groups: Groups, needs_wgrad: bool) -> Layouts:
     """Quantize x for fprop and wgrad. Empty layouts if no product reads them."""
     fprop, _, wgrad = call.rule.high_precision
     rows, columns = not fprop, needs_wgrad and not wgrad
     return _quantized(call, x, groups, INPUT, rows, columns) if rows or columns else Layouts()
 
 
-def _quantized(
-    call: GroupedCall, x, groups: Groups, tensor: int, rows: bool, columns: bool
-) -> Layouts:
+def _quantized(call: Call, x, groups: Groups, tensor: int, rows: bool, columns: bool) -> Layouts:
     """Quantize the rows of an input or of an output's gradient by the rule."""
     rule, state = call.rule, call.state
     fmt, lines, split = (
@@ -425,13 +416,13 @@ def _quantized(
     return grouped_scaling.quantize_groups(x, groups, fmt, scales, rows, columns, split=split)
 
 
-def _record(call: GroupedCall, tensor: int, amax: torch.Tensor | None) -> None:
+def _record(call: Call, tensor: int, amax: torch.Tensor | None) -> None:
     """Record an amax in the states. Compiled code notes it in the ledger instead."""
     if amax is not None and not torch.compiler.is_compiling():
         record_amax(call.state, tensor, amax, call.rule.scales.keeps_nan)
 
 
-def _dgrad(call: GroupedCall, dy, dy8: Layouts, weight: Stored, groups) -> torch.Tensor:
+def _dgrad(call: Call, dy, dy8: Layouts, weight: Stored, groups) -> torch.Tensor:
     """Return dx [rows, in] from dy [rows, out] and the stored weight, or codes of w.T [experts, in,
     out]."""
     rule, transposed = call.rule, call.transposed
@@ -445,7 +436,7 @@ def _dgrad(call: GroupedCall, dy, dy8: Layouts, weight: Stored, groups) -> torch
     return grouped_product(dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype)
 
 
-def _wgrad(call: GroupedCall, dy, dy8: Layouts, x: Quantized, groups) -> torch.Tensor:
+def _wgrad(call: Call, dy, dy8: Layouts, x: Quantized, groups) -> torch.Tensor:
     """Return dw in the weight's layout from dy [rows, out] and x [rows, in], or codes of x.T."""
     rule = call.rule
     if rule.high_precision[WGRAD]:
