@@ -227,12 +227,14 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         # kept codes serve all later forwards
         for_dgrad = (keep and x.requires_grad) or self.fp8_shared.keeps_weights
 
+        @torch.no_grad()
         def quantize() -> Layouts:
             return quantized_weight(rule, stored, state, transposed, for_dgrad, self.fp8_cut)
 
         with torch.no_grad():
             stored = kind.read(weight, gathered_codes.FPROP)
-            w8 = kind.quantized_experts(self, weight, stored, quantize)
+        # with gradients on: a kind asks whether the forward is checkpointed
+        w8 = kind.quantized_experts(self, weight, stored, quantize)
         records = keep and self.fp8_shared.is_training(self)
         call = Call(rule, state, self.fp8_ledger, out_dtype, transposed, kind, self.fp8_cut)
         return grouped(x, weight, call, groups, w8, stored, records)
