@@ -412,7 +412,7 @@ def exits_of_chips() -> tuple[Exit, ...]:
     for chip, backend, te in chips.recommended():
         if te != backend:
             reason = f"with TransformerEngine: {te}"
-        elif "compare first" in chip.advice.reason:
+        elif chip.advice.compare_first:
             reason = "1.2 to 1.6 times bf16 in C++ (LLMQ): compare first"
         else:
             reason = "with torch.compile"

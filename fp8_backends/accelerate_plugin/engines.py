@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ..checkpoints.scaling_state import IN_FILES, OPTIMIZER_KEY, ScalingState, collect, restore
 from ..comm.backward import agree_on_scaling
+from ..comm.ddp import Connection
 from ..convert.conversion import prepared_roots
 from ..errors import FP8BackendError
 from ..preparation import optimizer_steps, ranks
@@ -92,6 +93,25 @@ def wraps_in_ddp(accelerator: Accelerator) -> bool:
         accelerator.distributed_type.value
     ).startswith("MULTI_")
     return is_parallel and not shares_layers(accelerator)
+
+
+def wrap_local_sgd() -> None:
+    """Let `LocalSGD` keep whole states under DDP, where it steps without a reduction, on all
+    ranks."""
+    from accelerate.local_sgd import LocalSGD  # `import accelerate` loads no such module
+
+    enter = LocalSGD.__enter__
+    if hasattr(enter, "__wrapped__"):
+        return
+
+    @functools.wraps(enter)
+    def keep_and_enter(self):
+        connection = Connection.find(self.model) if self.enabled else None
+        if connection is not None:
+            connection.keep_whole_states("LocalSGD steps on each rank's own gradients")
+        return enter(self)
+
+    LocalSGD.__enter__ = keep_and_enter
 
 
 # FSDP2. After sharding has swapped an optimizer's parameters, stock Accelerate finds them again by

@@ -214,6 +214,7 @@ class FP8Mixin(_RunTimeClass):
         )
         if is_native and not evaluation_mode and has_ranks():
             ranks.connect_ranks(model, self.fp8_recipe)
+            engines.wrap_local_sgd()
         self._watch_optimizers()
         return model
 

@@ -7,9 +7,7 @@ hook. FP8 traffic has a process group of its own: collectives of a group must st
 order on all ranks, and DDP's order depends on the arrival of gradients.
 """
 
-import contextlib
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -370,15 +368,6 @@ class _Connected:
             )
         connection.keep_whole_states("with uneven inputs a rank without a batch makes no step")
         return _Join(self, stock, connection)
-
-    def no_sync(self) -> contextlib.AbstractContextManager:
-        """Return DDP's context. Accelerate's `LocalSGD` asks for it on all ranks, and then steps on
-        local gradients."""
-        connection = Connection.find(self)
-        local_sgd = getattr(sys.modules.get("accelerate.local_sgd"), "LocalSGD", ())
-        if connection is not None and isinstance(sys._getframe(1).f_locals.get("self"), local_sgd):
-            connection.keep_whole_states("LocalSGD steps on each rank's own gradients")
-        return super().no_sync()
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """Take part in the collectives of the others' backward pass, on a rank without inputs.

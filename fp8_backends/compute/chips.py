@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from ..formats.scaling import RULES
 from .fields import check_known, parsed, word
 
 INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.4'"
@@ -47,6 +48,8 @@ class Advice(NamedTuple):
     backend: str
     """The backend for FP8; empty for the other precisions."""
     reason: str
+    compare_first: bool = False
+    """True if only others have published a gain of speed."""
 
 
 def release(version: tuple[int, int]) -> str:
@@ -179,10 +182,12 @@ DEFAULTS = {
     ("te:mxfp8",): _NO_TE,
     ("ao:tensorwise",): _YES,
     ("ao:rowwise", "ao:rowwise_with_gw_hp"): _YES,
-    ("native:dynamic", "native:delayed", "native:window", "msamp"): _YES,
-    ("native:rowwise",): _YES,
-    ("native:blockwise",): _EMULATED,
-    ("native:mxfp8",): _EMULATED,
+    (*(f"native:{name}" for name, rule in RULES.items() if rule.blocks is None), "msamp"): _YES,
+    **{
+        (f"native:{name}",): _EMULATED if rule.cuts_contraction else _YES
+        for name, rule in RULES.items()
+        if rule.blocks is not None
+    },
 }
 """Backends with the same products, and their cell on a chip that does not name the first of
 them."""
@@ -229,7 +234,8 @@ _OWN_CODES = _TORCHAO._replace(
 )
 _PUBLISHED = _NATIVE._replace(
     reason="LLMQ, in C++, publishes 1.16 to 1.6 times bf16's speed by this rule from 1.5 billion "
-    "parameters on; with torch.compile; compare first (fp8-backends compare)"
+    "parameters on; with torch.compile; compare first (fp8-backends compare)",
+    compare_first=True,
 )
 
 _NO_FP8 = dict.fromkeys(

@@ -25,6 +25,7 @@ from ..recipes.handlers import Recipe, differences
 from ..torch_tools.modules import (
     CONVERSION,
     PLAIN_CONVERSION,
+    PREPARED,
     Conversion,
     check_is_module,
     follows_class,
@@ -52,8 +53,6 @@ MARKS = (CONVERSION, PLAIN_CONVERSION)
 
 ADDED = "added after the model was prepared: prepare it again to convert this layer"
 
-PREPARED = "_fp8_prepared"
-
 
 @dataclass
 class Prepared:
@@ -64,9 +63,9 @@ class Prepared:
     report: ConversionReport
     shared: dict[Recipe, Any] = field(default_factory=dict)
     """Results of `Compute.new_shared`: state for all layers of this model by recipe."""
-    attached: set[tuple[str, Any]] = field(default_factory=set)
-    """Additions of `compute.attach` to the root: (attribute name, hook key); None stands for the
-    whole attribute."""
+    attached: dict[tuple[str, Any], Any] = field(default_factory=dict, repr=False, compare=False)
+    """What `compute.attach` put into the root, and what it replaced, by (attribute name, hook key);
+    the key None stands for the whole attribute."""
     undo: list[Callable[[nn.Module], None]] = field(default_factory=list, repr=False, compare=False)
     """Undo later changes of the root when the model is restored."""
     profiled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -164,7 +163,11 @@ def _swap_all(root: nn.Module, swaps: list, part_layers: list, new: Prepared | N
                 for recipe, shared in new.shared.items():
                     get_compute(recipe.compute).attach(root, recipe, shared)
             finally:
-                new.attached = _attributes_and_hooks(root) - before
+                new.attached = {
+                    place: (added, before.get(place))
+                    for place, added in _attributes_and_hooks(root).items()
+                    if before.get(place) is not added
+                }
         undo.pop_all()
 
 
@@ -611,20 +614,23 @@ def _added_attributes(carrier: nn.Module) -> dict[str, Any]:
 def _detach(root: nn.Module, prepared: Prepared) -> None:
     for undo in prepared.undo:
         undo(root)
-    for name, key in prepared.attached:
-        if key is None:
-            root.__dict__.pop(name, None)
-        else:
-            root.__dict__.get(name, {}).pop(key, None)
+    for (name, key), (added, replaced) in prepared.attached.items():
+        holder = root.__dict__ if key is None else root.__dict__.get(name, {})
+        place = name if key is None else key
+        if holder.get(place) is not added:  # others have wrapped or removed it
+            continue
+        del holder[place]
+        if replaced is not None:
+            holder[place] = replaced
 
 
-def _attributes_and_hooks(module: nn.Module) -> set[tuple[str, Any]]:
-    """Return (name, None) of each instance attribute, and (name, key) of each hook."""
-    hooks = (
-        (name, value)
-        for name, value in module.__dict__.items()
-        if "_hooks" in name and isinstance(value, dict)
-    )
-    return {(name, None) for name in module.__dict__} | {
-        (name, key) for name, keys in hooks for key in keys
+def _attributes_and_hooks(module: nn.Module) -> dict[tuple[str, Any], Any]:
+    """Return instance attributes by (name, None), and hooks by (name, key)."""
+    attributes = {(name, None): value for name, value in module.__dict__.items()}
+    hooks = {
+        (name, key): hook
+        for name, hooks in module.__dict__.items()
+        if "_hooks" in name and isinstance(hooks, dict)
+        for key, hook in hooks.items()
     }
+    return attributes | hooks

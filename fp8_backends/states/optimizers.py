@@ -65,13 +65,21 @@ def _inherited(stock: type[torch.optim.Optimizer]) -> type[ScaledStates] | None:
 
 @functools.cache
 def _declared(stock: type[torch.optim.Optimizer]) -> type[StockSteps]:
-    """Return the class for a class with `fp8_roles`. Raises `FP8BackendError` for an unknown
-    role."""
+    """Return the class for a class with `fp8_roles`. Raises `FP8BackendError` for an unknown role,
+    or an argument of the constructor without a default."""
     if unknown := set(stock.fp8_roles.values()) - set(ROLES):
         raise FP8BackendError(
             f"{stock.__name__}.fp8_roles gives a state the role {sorted(unknown)[0]!r}: there are "
             f"{', '.join(ROLES)}"
         )
+    try:
+        inspect.signature(stock).bind([])
+    except TypeError as error:
+        raise FP8BackendError(
+            f"{stock.__name__}: {error}, and a level makes the optimizer again around FP32 copies, "
+            "from parameter groups with its options. Give the argument a default in __init__, or "
+            "train at level O0"
+        ) from None
     declared = Declaration(
         stock, roles=dict(stock.fp8_roles), ranges={}, refused=("differentiable",), counts=False
     )
@@ -112,6 +120,12 @@ def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
             )
         return
     converted = _converted(type(optimizer))
+    if converted is None and hasattr(optimizer, "fp8_roles"):
+        raise FP8BackendError(
+            f"{type(optimizer).__name__} does not inherit fp8_roles of its base class, since its "
+            "own step may have other states: name them in fp8_roles of the class itself, or train "
+            "at level O0"
+        )
     if converted is None:
         raise FP8BackendError(
             f"level {rule.level} trains with torch.optim.AdamW, Adam, SGD, Muon or Adafactor, not "

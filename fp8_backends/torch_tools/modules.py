@@ -27,6 +27,9 @@ from ..errors import FP8BackendError
 CONVERSION = "_fp8_conversion"
 """Attribute of a converted layer: its `Conversion`."""
 
+PREPARED = "_fp8_prepared"
+"""Attribute of a prepared root: its `convert.conversion.Prepared`."""
+
 PLAIN_CONVERSION = "_fp8_plain_conversion"
 """The `Conversion` of a layer in high precision with another class, such as a norm."""
 
@@ -200,31 +203,28 @@ def _wrapped(function: Any, module: nn.Module) -> _Held | None:
             return _Held.item(module.__dict__, "_old_forward")
         state = (function.args, function.keywords, vars(function))
         return _Held(function.func, lambda inner: function.__setstate__((inner, *state)))
-    if not isinstance(function, FunctionType):
-        return None
+    if not isinstance(function, FunctionType):  # te's `AroundRoot`
+        return (
+            _Held.item(vars(function), "__wrapped__") if hasattr(function, "__wrapped__") else None
+        )
+    cell = None
+    inner = vars(function).get("__wrapped__")
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if function.__globals__.get("__name__", "").startswith(_TRANSFORMERS):
         cell = next((cells[name] for name in _HELD_AS if name in cells), None)
         if cell is not None and hasattr(cell.cell_contents, "experts_forward"):
             return _Held.item(vars(cell.cell_contents), "experts_forward")  # an EPImplementation
-        return (
-            None
-            if cell is None
-            else _Held(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
-        )
-    inner = function.__dict__.get("__wrapped__")
-    cell = next(
-        (cell for cell in cells.values() if inner is not None and cell.cell_contents is inner), None
-    )
-    return (
-        None
-        if cell is None
-        else _Held(inner, functools.partial(_put_into_decorator, function, cell))
-    )
+    elif inner is not None:
+        cell = next((cell for cell in cells.values() if cell.cell_contents is inner), None)
+    if cell is None:
+        return None
+    return _Held(cell.cell_contents, functools.partial(_put, function, cell))
 
 
-def _put_into_decorator(decorator: FunctionType, cell: CellType, function: Callable) -> None:
-    decorator.__wrapped__ = cell.cell_contents = function
+def _put(wrapper: FunctionType, cell: CellType, function: Callable) -> None:
+    cell.cell_contents = function
+    if "__wrapped__" in vars(wrapper):
+        wrapper.__wrapped__ = function
 
 
 def _name(function: Any) -> str:

@@ -72,6 +72,16 @@ def test_a_chip_is_one_row_with_defaults(monkeypatch):
     assert header[-1] == "MI450" and {len(row) for row in rows} == {len(header)}
 
 
+def test_chips_that_only_others_have_measured_say_so_in_words():
+    for chip in CHIPS:
+        advice = advice_for(chip.gpu)
+        assert advice.compare_first == ("compare first" in advice.reason)
+    assert [chip.key for chip in CHIPS if advice_for(chip.gpu).compare_first] == [
+        "ada",
+        "rtx-blackwell",
+    ]
+
+
 def test_chips_with_fp8_matrix_units():
     without = [chip.key for chip in CHIPS if not chip.fp8]
     assert without == ["cpu", "before-fp8"]

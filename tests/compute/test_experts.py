@@ -23,10 +23,15 @@ from fp8_backends.compute.experts.grouped_products import (
     plain_wgrad,
 )
 from fp8_backends.compute.experts.grouped_scaling import quantize_experts, quantize_groups
-from fp8_backends.compute.experts.native_layer import GroupedFunction, quantized_weight
+from fp8_backends.compute.experts.native_layer import (
+    GroupedFunction,
+    quantized_weight,
+)
 from fp8_backends.compute.native.backend import NativeCompute, layer_rule
 from fp8_backends.compute.native.layer_rule import Stored, fp8_product
+from fp8_backends.compute.native.linear import Call
 from fp8_backends.compute.native.scaling_states import KeepsLedger, Ledger
+from fp8_backends.compute.native.weights import kind_of
 from fp8_backends.compute.products import engine_of_gpu, scaled_product
 from fp8_backends.formats.formats import E4M3
 from fp8_backends.formats.scaling import (
@@ -411,17 +416,9 @@ def step_on_fake_tensors(scaling, sizes, stored, transposed, groups):
             else None
         )
         context, w8 = Context(), quantized_weight(rule, of_weight, state, transposed, True)
-        constants = (
-            Ledger(torch.device("cuda")),
-            state,
-            rule,
-            None,
-            transposed,
-            torch.bfloat16,
-            True,
-            False,
-        )
-        y = GroupedFunction.forward(context, x, weight, *constants, groups, w8, of_weight)
+        ledger = Ledger(torch.device("cuda"))
+        call = Call(rule, state, ledger, torch.bfloat16, transposed, kind_of(weight), None)
+        y = GroupedFunction.forward(context, x, weight, call, groups, w8, of_weight, False)
         with torch.no_grad():  # as autograd calls it
             dx, dw, *_ = GroupedFunction.backward(context, torch.empty_like(y))
     assert y.shape == (37, out) and y.dtype == torch.bfloat16 and y.device.type == "cuda"

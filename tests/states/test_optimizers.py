@@ -562,8 +562,22 @@ def test_wrong_fp8_roles_are_refused():
 
 def test_subclass_does_not_inherit_fp8_roles():
     model = mlp()
-    with pytest.raises(FP8BackendError, match="not with .*Other"):
+    said = "Other does not inherit fp8_roles.*: name them in fp8_roles of the class itself"
+    with pytest.raises(FP8BackendError, match=said):
         fp8_backends.prepare(model, type("Other", (Lion,), {})(model.parameters()), "msamp:O2")
+
+
+@pytest.mark.parametrize("level", ["msamp:O1", "msamp:O2"])
+def test_an_argument_without_default_is_refused(level):
+    class Needy(Lion):
+        fp8_roles = Lion.fp8_roles
+
+        def __init__(self, params, rate, *, warm, decay=0.0, **options):
+            super().__init__(params, lr=rate, **options)
+
+    model = mlp()
+    with pytest.raises(FP8BackendError, match="Needy: .*'rate', and .*Give the argument a default"):
+        fp8_backends.prepare(model, Needy(model.parameters(), 1e-3, warm=1), level)
 
 
 # In training

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from ...formats.formats import COMPUTE_DTYPES
-from ...tensors.gathered_codes import GatheredCodes, WithoutTokens
+from ...tensors.gathered_codes import WithoutTokens
 from ...tensors.sharded_tensor import full_shape, is_distributed
 from ...torch_tools.modules import CONTAINER, forward_obstacle, part_layer
 from ..counts import result_dtype
 from ..interface import Recipe
+from ..native.weights import kind_of
 
 NAME = "fp8_backends"
 """This package's name in transformers' registry."""
@@ -112,7 +113,7 @@ class ExpertWeights(nn.ModuleDict):
         if (
             in_fp8
             and not has_tokens
-            and any(isinstance(weight, GatheredCodes) for weight in experts.parameters())
+            and any(kind_of(weight).is_gathered for weight in experts.parameters())
         ):
             shape = hidden_states.shape[-1], hidden_states.dtype
             return WithoutTokens.apply(hidden_states, *shape, *experts.parameters())

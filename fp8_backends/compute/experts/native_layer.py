@@ -29,8 +29,6 @@ from ...formats.scaling import (
 )
 from ...kernels.layouts import Layouts
 from ...tensors import gathered_codes
-from ...tensors.gathered_codes import GatheredCodes
-from ...torch_tools.backward_end import is_checkpointed
 from ..interface import Recipe
 from ..native.backend import layer_rule
 from ..native.gathered_weights import WeightCodes, exponents
@@ -43,6 +41,7 @@ from ..native.layer_rule import (
     parallel,
     split_of,
 )
+from ..native.linear import Call
 from ..native.scaling_states import KeepsLedger, Ledger, SharedCodes
 from ..native.weights import kind_of, read
 from ..refusals import refuse_second_derivative
@@ -114,17 +113,8 @@ class FP8Experts(ExpertWeights):
         if part in self:
             y = self[part](x, weight, groups, out_dtype)
         else:
-            constants = (
-                None,
-                None,
-                _PLAIN,
-                None,
-                transposed,
-                out_dtype,
-                torch.is_grad_enabled(),
-                False,
-            )
-            y = GroupedFunction.apply(x, weight, *constants, groups, Layouts(), read(weight))
+            call = Call(_PLAIN, None, None, out_dtype, transposed, kind_of(weight), None)
+            y = grouped(x, weight, call, groups, Layouts(), read(weight))
         if experts.has_bias:
             y = y + own_part(experts, f"{part}_bias").index_select(0, groups.ids).to(out_dtype)
         return y
@@ -233,45 +223,21 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             )
         keep = torch.is_grad_enabled()
         state = None if self.fp8_scaling is None else self.fp8_scaling[self.fp8_own]
-        if isinstance(weight, GatheredCodes):
-            self.fp8_recomputed = self.fp8_shared.is_training(self) and is_checkpointed()
-        with torch.no_grad():
-            stored = read(weight)
-            w8 = self._quantized(weight, stored, state, keep and x.requires_grad)
-        constants = (
-            self.fp8_rule,
-            self.fp8_cut,
-            self.transposed_weight,
-            out_dtype,
-            keep,
-            keep and self.fp8_shared.is_training(self),
-        )
-        return GroupedFunction.apply(
-            x, weight, self.fp8_ledger, state, *constants, groups, w8, stored
-        )
-
-    def _quantized(
-        self, weight: torch.Tensor, stored: Stored, state: torch.Tensor | None, for_dgrad: bool
-    ) -> Layouts:
-        rule, transposed = self.fp8_rule, self.transposed_weight
+        rule, transposed, kind = self.fp8_rule, self.transposed_weight, kind_of(weight)
         # kept codes serve all later forwards
-        for_dgrad = for_dgrad or self.fp8_shared.keeps_weights
+        for_dgrad = (keep and x.requires_grad) or self.fp8_shared.keeps_weights
 
+        @torch.no_grad()
         def quantize() -> Layouts:
             return quantized_weight(rule, stored, state, transposed, for_dgrad, self.fp8_cut)
 
-        if isinstance(weight, GatheredCodes):
-            amax = weight.parts.get(gathered_codes.AMAX)
-            return quantized_weight(rule, stored, state, transposed, False)._replace(amax=amax)
-        # delayed scales move with every forward; other tensors than the Parameter are new each
-        # time; codes are ready
-        if (
-            rule.scales.moves_in_forward
-            or weight is not self.weight
-            or stored.is_in(rule.forward_format)
-        ):
-            return quantize()
-        return self.fp8_shared.of_weight(self, (rule,), quantize)
+        with torch.no_grad():
+            stored = kind.read(weight, gathered_codes.FPROP)
+        # with gradients on: a kind asks whether the forward is checkpointed
+        w8 = kind.quantized_experts(self, weight, stored, quantize)
+        records = keep and self.fp8_shared.is_training(self)
+        call = Call(rule, state, self.fp8_ledger, out_dtype, transposed, kind, self.fp8_cut)
+        return grouped(x, weight, call, groups, w8, stored, records)
 
     def extra_repr(self) -> str:
         experts, outputs, inputs = sizes_of(*self.fp8_owner)
@@ -280,64 +246,56 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
         return f"{experts} experts, {inputs} -> {outputs}, {rule!r}{rows}"
 
 
-class GroupedFunction(torch.autograd.Function):
-    """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e; w is [experts, in, out]
-    if `transposed`.
+def grouped(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    call: Call,
+    groups: Groups,
+    w8: Layouts,
+    stored: Stored,
+    records: bool = False,
+) -> torch.Tensor:
+    """Call `GroupedFunction`, which keeps nothing without gradients."""
+    if not torch.is_grad_enabled():
+        x = x.detach()
+        weight = weight.detach()
+    return GroupedFunction.apply(x, weight, call, groups, w8, stored, records)
 
-    `cut`: the cut of each expert over ranks; `keeps`: backward may follow; `records`: amaxes go
-        into the rule's states;
-    `w8`: `quantized_weight`.
+
+class GroupedFunction(torch.autograd.Function):
+    """y [rows, out] = x [rows, in] @ w[e].T for the rows of each expert e.
+
+    `records`: amaxes go into the rule's states; `w8`: `quantized_weight`.
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        weight,
-        ledger,
-        state,
-        rule,
-        cut,
-        transposed,
-        out_dtype,
-        keeps,
-        records,
-        groups,
-        w8,
-        stored,
-    ):
-        needs_dgrad, needs_wgrad = (keeps and needed for needed in ctx.needs_input_grad[:2])
+    def forward(ctx, x, weight, call, groups, w8, stored, records):
+        rule, state, out_dtype = call.rule, call.state, call.out_dtype
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         saved_for_wgrad = (x, None) if needs_wgrad else ()
         saved_for_dgrad = ()
-        x8 = _quantized_input(rule, cut, x, groups, state, needs_wgrad)
+        x8 = _quantized_input(call, x, groups, needs_wgrad)
         if rule.high_precision[FPROP]:
-            y = plain_product(
-                x.to(out_dtype), _oriented(stored.values(out_dtype), transposed), groups
-            )
+            matrices = _oriented(stored.values(out_dtype), call.transposed)
+            y = plain_product(x.to(out_dtype), matrices, groups)
         else:
             operands = x8.along_columns(), w8.along_columns()
             how = rule.grouped_scaling, out_dtype, rule.fast_accumulation
             y = grouped_product(*operands, groups, *how)
-            y = y.narrow(1, 0, weight.shape[2 if transposed else 1]).to(out_dtype)
+            y = y.narrow(1, 0, weight.shape[2 if call.transposed else 1]).to(out_dtype)
         amaxes = (None, None)
         if state is not None and records:
             amaxes = x8.amax, w8.amax if rule.scales.records_weight else None
-        if ledger is not None:
-            _record(rule, state, INPUT, amaxes[0])
-            _record(rule, state, WEIGHT, amaxes[1])
-            ledger.forward(rule, not rule.high_precision[FPROP], *amaxes)
+        if call.ledger is not None:
+            _record(call, INPUT, amaxes[0])
+            _record(call, WEIGHT, amaxes[1])
+            call.ledger.forward(rule, not rule.high_precision[FPROP], *amaxes)
         if needs_wgrad and not rule.high_precision[WGRAD]:
             saved_for_wgrad = x8.along_rows()
         if needs_dgrad:
-            saved_for_dgrad = kind_of(weight).saved(weight, stored, rule, w8)
+            saved_for_dgrad = call.kind.saved(weight, stored, rule, w8)
         ctx.save_for_backward(*groups, *saved_for_wgrad, *saved_for_dgrad)
-        ctx.ledger, ctx.state, ctx.rule, ctx.cut, ctx.transposed = (
-            ledger,
-            state,
-            rule,
-            cut,
-            transposed,
-        )
+        ctx.call = call
         ctx.x_dtype, ctx.weight_dtype, ctx.weight_shape = x.dtype, weight.dtype, weight.shape
         return y
 
@@ -345,29 +303,28 @@ class GroupedFunction(torch.autograd.Function):
     def backward(ctx, dy):
         refuse_second_derivative(dy)
         saved = ctx.saved_tensors  # once: checkpointing unpacks them once
-        rule, groups, saved = ctx.rule, Groups(*saved[:6]), saved[6:]
+        call, groups, saved = ctx.call, Groups(*saved[:6]), saved[6:]
+        rule = call.rule
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
         fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
         dx = dw = dy8 = None
         if fp8_dgrad or fp8_wgrad:
-            dy8 = _quantized(
-                rule, ctx.cut, dy, groups, ctx.state, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad
-            )
-            amax = None if ctx.state is None else dy8.amax  # None for a gradient by rows
-            _record(rule, ctx.state, GRAD_OUTPUT, amax)
-            ctx.ledger.backward(rule, fp8_dgrad, fp8_wgrad, amax)
+            dy8 = _quantized(call, dy, groups, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad)
+            amax = None if call.state is None else dy8.amax  # None for a gradient by rows
+            _record(call, GRAD_OUTPUT, amax)
+            call.ledger.backward(rule, fp8_dgrad, fp8_wgrad, amax)
         if needs_dgrad:
-            dx = _dgrad(rule, ctx.cut, dy, dy8, Stored(*saved[-2:]), ctx.transposed, groups)
-            dx = dx.narrow(1, 0, ctx.weight_shape[1 if ctx.transposed else 2]).to(ctx.x_dtype)
+            dx = _dgrad(call, dy, dy8, Stored(*saved[-2:]), groups)
+            dx = dx.narrow(1, 0, ctx.weight_shape[1 if call.transposed else 2]).to(ctx.x_dtype)
         if needs_wgrad:
-            dw = _wgrad(rule, dy, dy8, Quantized(*saved[:2]), ctx.transposed, groups)
+            dw = _wgrad(call, dy, dy8, Quantized(*saved[:2]), groups)
             dw = (
                 dw.narrow(1, 0, ctx.weight_shape[1])
                 .narrow(2, 0, ctx.weight_shape[2])
                 .to(ctx.weight_dtype)
             )
-        return dx, dw, *(None,) * 11
+        return dx, dw, None, None, None, None, None
 
 
 def gradient_by_rows(rule: LayerRule) -> bool:
@@ -428,21 +385,21 @@ def oriented_layouts(
     return Layouts(*w8[2:4], *w8[:2], w8.amax) if transposed else w8
 
 
-def _quantized_input(
-    rule: LayerRule, cut, x: torch.Tensor, groups: Groups, state, needs_wgrad: bool
-) -> Layouts:
+def _quantized_input(call: Call, x: torch.Tensor, groups: Groups, needs_wgrad: bool) -> Layouts:
     """Quantize x for fprop and wgrad. Empty layouts if no product reads them."""
-    rows, columns = not rule.high_precision[FPROP], needs_wgrad and not rule.high_precision[WGRAD]
-    if not (rows or columns):
-        return Layouts()
-    return _quantized(rule, cut, x, groups, state, INPUT, rows, columns)
+    fprop, _, wgrad = call.rule.high_precision
+    rows, columns = not fprop, needs_wgrad and not wgrad
+    return _quantized(call, x, groups, INPUT, rows, columns) if rows or columns else Layouts()
 
 
-def _quantized(
-    rule, cut, x, groups: Groups, state, tensor: int, rows: bool, columns: bool
-) -> Layouts:
+def _quantized(call: Call, x, groups: Groups, tensor: int, rows: bool, columns: bool) -> Layouts:
     """Quantize the rows of an input or of an output's gradient by the rule."""
-    fmt, lines, split = rule.forward_format, rule.scales.blocks is not None, split_of(cut, tensor)
+    rule, state = call.rule, call.state
+    fmt, lines, split = (
+        rule.forward_format,
+        rule.scales.blocks is not None,
+        split_of(call.cut, tensor),
+    )
     if tensor == GRAD_OUTPUT:
         lines = gradient_by_rows(rule)
         fmt = E4M3 if lines else rule.gradient_format
@@ -461,33 +418,33 @@ def _quantized(
     return grouped_scaling.quantize_groups(x, groups, fmt, scales, rows, columns, split=split)
 
 
-def _record(
-    rule: LayerRule, state: torch.Tensor | None, tensor: int, amax: torch.Tensor | None
-) -> None:
+def _record(call: Call, tensor: int, amax: torch.Tensor | None) -> None:
     """Record an amax in the states. Compiled code notes it in the ledger instead."""
     if amax is not None and not torch.compiler.is_compiling():
-        record_amax(state, tensor, amax, rule.scales.keeps_nan)
+        record_amax(call.state, tensor, amax, call.rule.scales.keeps_nan)
 
 
-def _dgrad(rule, cut, dy, dy8: Layouts, weight: Stored, transposed, groups) -> torch.Tensor:
+def _dgrad(call: Call, dy, dy8: Layouts, weight: Stored, groups) -> torch.Tensor:
     """Return dx [rows, in] from dy [rows, out] and the stored weight, or codes of w.T [experts, in,
     out]."""
+    rule, transposed = call.rule, call.transposed
     if rule.high_precision[DGRAD]:
         return plain_product(dy, _oriented(weight.values(dy.dtype), not transposed), groups)
-    w8, gathered = Quantized(*weight), isinstance(weight.data, GatheredCodes)
-    if gathered:
-        weight = read(weight.data, gathered_codes.DGRAD)
-    if gathered or rule.scales.blocks is not None:
-        w8 = oriented_layouts(rule, cut, weight, transposed, None, False, True).along_rows()
+    w8 = Quantized(*weight)
+    if call.kind.is_gathered:
+        weight = call.kind.read(weight.data, gathered_codes.DGRAD)
+    if call.kind.is_gathered or rule.scales.blocks is not None:
+        w8 = oriented_layouts(rule, call.cut, weight, transposed, None, False, True).along_rows()
     return grouped_product(dy8.along_columns(), w8, groups, rule.grouped_scaling, dy.dtype)
 
 
-def _wgrad(rule, dy, dy8: Layouts, x: Quantized, transposed, groups) -> torch.Tensor:
+def _wgrad(call: Call, dy, dy8: Layouts, x: Quantized, groups) -> torch.Tensor:
     """Return dw in the weight's layout from dy [rows, out] and x [rows, in], or codes of x.T."""
+    rule = call.rule
     if rule.high_precision[WGRAD]:
         operands = dy, x.codes.to(dy.dtype)
-        return plain_wgrad(*(reversed(operands) if transposed else operands), groups)
-    operands = (x, dy8.along_rows()) if transposed else (dy8.along_rows(), x)
+        return plain_wgrad(*(reversed(operands) if call.transposed else operands), groups)
+    operands = (x, dy8.along_rows()) if call.transposed else (dy8.along_rows(), x)
     return grouped_wgrad(*operands, groups, rule.grouped_scaling, dy.dtype)
 
 

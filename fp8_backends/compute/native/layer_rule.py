@@ -329,6 +329,8 @@ class PlainWeight:
 
     is_decoded = False
     """True for codes read as values, in less memory than codes kept for products."""
+    is_gathered = False
+    """True for FSDP2's codes of the products, without values."""
 
     def read(self, weight: torch.Tensor, product: str) -> Stored:
         """Return the values or codes for a product."""
@@ -356,6 +358,22 @@ class PlainWeight:
         if rule.scales.moves_in_forward:  # anew in every forward
             return cast()
         return layer.fp8_shared.of_weight(layer, (rule,), cast)
+
+    def quantized_experts(
+        self,
+        layer: Any,
+        weight: torch.Tensor,
+        stored: Stored,
+        quantize: Callable[[], Layouts],
+    ) -> Layouts:
+        """Quantize a weight of three dimensions by `quantize`, or take the codes of this step."""
+        rule: LayerRule = layer.fp8_rule
+        # delayed scales move with every forward; other tensors than the Parameter are new each
+        # time; codes are ready
+        is_new = rule.scales.moves_in_forward or weight is not layer.weight
+        if is_new or stored.is_in(rule.forward_format):
+            return quantize()
+        return layer.fp8_shared.of_weight(layer, (rule,), quantize)
 
     def saved(
         self, weight: torch.Tensor, stored: Stored, rule: LayerRule, w8: Layouts

@@ -10,7 +10,7 @@ from ...formats import scaling
 from ...formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Quantized
 from ...kernels.layouts import Layouts
 from ...tensors import gathered_codes
-from ...tensors.gathered_codes import GatheredCodes, WithoutTokens
+from ...tensors.gathered_codes import WithoutTokens
 from ...tensors.parameter_swap import belongings_kept
 from ...tensors.sharded_tensor import arrived, is_distributed
 from ...torch_tools.backward_end import saved_tensor_hook
@@ -143,7 +143,7 @@ class FP8Products(KeepsLedger):
     def _forward_without_fp8(
         self, input: torch.Tensor, out_dtype: torch.dtype, in_fp8: bool
     ) -> torch.Tensor:
-        if in_fp8 and input.numel() == 0 and isinstance(self.weight, GatheredCodes):
+        if in_fp8 and input.numel() == 0 and kind_of(self.weight).is_gathered:
             return WithoutTokens.apply(input, self.out_features, out_dtype, self.weight, self.bias)
         return super().forward(input)
 

@@ -90,6 +90,8 @@ class DecodedWeight(BlockWeight):
 class GatheredWeight(PlainWeight):
     """Codes that FSDP2 gathers for each product: fprop's in forward, dgrad's in backward."""
 
+    is_gathered = True
+
     def read(self, weight, product):
         return Stored(*weight.read_by(product))
 
@@ -101,6 +103,10 @@ class GatheredWeight(PlainWeight):
         if layer.fp8_ledger.newest(rule, recorded, WEIGHT) is not None:
             scaling.record_amax(recorded, WEIGHT, amax, rule.scales.keeps_nan)
         return matrix.quantized(rule, None)._replace(amax=amax)
+
+    def quantized_experts(self, layer, weight, stored, quantize):
+        layer.fp8_recomputed = layer.fp8_shared.is_training(layer) and is_checkpointed()
+        return quantize()._replace(amax=weight.parts.get(gathered_codes.AMAX))
 
     def saved(self, weight, stored, rule, w8):
         return weight, None

@@ -154,9 +154,7 @@ class TransformerEngineCompute(Compute):
     def attach(self, root: nn.Module, recipe: Recipe, shared: ModelState) -> None:
         from .layer import AroundRoot
 
-        around = AroundRoot(shared)
-        root.register_forward_pre_hook(around.before)
-        root.register_forward_hook(around.after, always_call=True)
+        root.forward = AroundRoot(root, shared)
 
     def after_optimizer_step(self, root: nn.Module) -> None:
         for layer in filter(self.is_converted, root.modules()):

@@ -15,8 +15,7 @@ import functools
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformer_engine.pytorch.module.grouped_linear as te_grouped_linear_module
@@ -28,6 +27,7 @@ from ...formats.scaling import RULES
 from ...tensors.parameter_swap import belongings_kept
 from ...tensors.state_dict_copies import StateDictCopies
 from ...torch_tools.backward_end import call_when_backward_ends, inside_backward
+from ...torch_tools.modules import PREPARED, has_ranks
 from ..counts import DGRAD, FPROP, RECOMPUTED, WGRAD, Modes, ProductCounts
 from ..interface import Recipe
 from .recipes import (
@@ -98,13 +98,8 @@ class Region:
     """
 
     def __init__(self, state: ModelState, records: bool) -> None:
-        delayed = (
-            records
-            and state.te_recipe.delayed()
-            and distributed.is_available()
-            and distributed.is_initialized()
-        )
-        if delayed and distributed.get_world_size() > 1:
+        delayed = records and state.te_recipe.delayed()
+        if delayed and has_ranks() and distributed.get_world_size() > 1:
             names = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
             if "torch.distributed.pipelining.stage" in names:
                 raise RecipeError(DELAYED_PIPELINE)
@@ -121,16 +116,6 @@ class Region:
             self._autocast.__exit__(None, None, None)
 
 
-class Opened(NamedTuple):
-    """A running forward of a prepared root."""
-
-    state: ModelState
-    region: Region | None
-    """None: FP8 was on already, or each layer enters its own region."""
-    call: FrameType | None
-    """The frame of its module call."""
-
-
 class _Running(threading.local):
     """What runs in this thread: forwards of models, and the layer that multiplies."""
 
@@ -141,71 +126,69 @@ class _Running(threading.local):
     task: int = -1
     """The backward pass of `backward`, by autograd's number."""
 
-    def __init__(self) -> None:
-        self.opened: list[Opened] = []
-        """The forwards of all models, the innermost last."""
-
 
 _running = _Running()
 
 
 class AroundRoot:
-    """Forward hooks of the prepared root, in a class so that models pickle: enter FP8, and leave
-    it."""
+    """The forward of a prepared root, in FP8. Leaves FP8 after a KeyboardInterrupt, too, when
+    PyTorch runs no hooks. A class, so that models pickle."""
 
-    def __init__(self, state: ModelState) -> None:
+    def __init__(self, root: nn.Module, state: ModelState) -> None:
+        self.root, self.state = root, state
+        self.__wrapped__ = root.forward
+
+    @torch.compiler.disable(recursive=False)  # the forward inside is compiled
+    def __call__(self, *args, **kwargs):
+        region = self._new_region()
+        if region is None:
+            return self.__wrapped__(*args, **kwargs)
+        with region:
+            region.ensure_states()
+            return self.__wrapped__(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _new_region(self) -> RootRegion | None:
+        """Return None if FP8 is on already, or each layer enters its own region."""
+        root, state = self.root, self.state
+        prepared = root.__dict__.get(PREPARED)
+        if prepared is None or state not in prepared.shared.values():
+            return None  # restored since, when other code had wrapped this forward
+        if not state.runs_in_fp8(root.training):
+            return None
+        if state.region is not None or inside_backward():
+            return None
+        return RootRegion(state, root)
+
+
+class RootRegion(Region):
+    """The region of a root's forward, shared by its layers. Ends without new scales on an error."""
+
+    def __init__(self, state: ModelState, root: nn.Module) -> None:
+        super().__init__(state, records=root.training and torch.is_grad_enabled())
         self.state = state
-
-    def before(self, root: nn.Module, args) -> None:
-        if self.state.runs_in_fp8(root.training):
-            self._enter(root)
-
-    def after(self, root: nn.Module, args, output) -> None:
-        if root.training or self.state.in_eval or self.state.region is not None:
-            self._leave(root)
+        self.layers = [
+            module for module in root.modules() if module.__dict__.get("te_state") is state
+        ]
 
     @torch.compiler.disable
-    def _enter(self, root: nn.Module) -> None:
-        calls = _running_calls()
-        while _running.opened and _running.opened[-1].call not in calls:
-            ended = _running.opened.pop()  # by a KeyboardInterrupt: hooks do not run then
-            if ended.region is not None:
-                ended.state.region, ended.region.records = None, False
-                ended.region.__exit__()
-        region = None
-        if self.state.region is None and not inside_backward():  # else every layer enters its own
-            region = Region(
-                self.state, records=root.training and torch.is_grad_enabled()
-            ).__enter__()
-            self.state.region = region
-        _running.opened.append(Opened(self.state, region, calls[0]))
-        if region is not None and self.state.te_recipe.delayed():
-            for layer in _layers(root, self.state):
-                # all of them in one order, so that ranks reduce the same amaxes
-                layer.ensure_state()
+    def __enter__(self) -> Region:
+        self.state.region = self
+        return super().__enter__()
 
     @torch.compiler.disable
-    def _leave(self, root: nn.Module) -> None:
-        last = _running.opened[-1] if _running.opened else None
-        if last is None or last.state is not self.state or last.call not in _running_calls():
-            return  # this forward did not enter, or an earlier one was interrupted
-        _running.opened.pop()
-        if last.region is not None:
-            self.state.region = None
-            if last.region.records:
-                remember_scales(_layers(root, self.state))
-            last.region.__exit__()
+    def __exit__(self, *error) -> None:
+        self.state.region = None
+        self.records = self.records and error[0] is None
+        if self.records:
+            remember_scales(self.layers)
+        super().__exit__()
 
-
-def _running_calls() -> list[FrameType | None]:
-    """Return this thread's module calls, the innermost first, then None for compiled ones, without
-    a frame."""
-    call = nn.Module._call_impl.__code__
-    return [*(frame for frame, _ in traceback.walk_stack(None) if frame.f_code is call), None]
-
-
-def _layers(root: nn.Module, state: ModelState) -> list[nn.Module]:
-    return [module for module in root.modules() if module.__dict__.get("te_state") is state]
+    @torch.compiler.disable
+    def ensure_states(self) -> None:
+        """Create the states of all layers in one order, so that ranks reduce the same amaxes."""
+        for layer in self.layers:
+            layer.ensure_state()
 
 
 @torch.no_grad()

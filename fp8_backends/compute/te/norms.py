@@ -1,5 +1,5 @@
-"""Normalisation layers as TransformerEngine's, by a swap of the class: the same module, the same
-Parameters.
+"""Normalisation layers by TransformerEngine: the same module in a subclass of its class, whose
+forward calls a norm of TransformerEngine on the same Parameters.
 
 A class other than PyTorch's own is recognised by a trial: its result for a small FP32 input is
 compared with the formula. The result has the autocast dtype if autocast is on, else the weight's;
@@ -14,7 +14,6 @@ import inspect
 import itertools
 import math
 from abc import ABCMeta
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,14 +24,6 @@ from ..counts import Modes, result_dtype
 from ..interface import COMPUTE_DTYPES, Norm
 
 LAYER_NORM, RMS_NORM, CENTERED = "LayerNorm", "RMSNorm", "RMSNorm(zero_centered_gamma)"
-_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
-# a norm has no state beyond its Parameters
-_STATE_METHODS = (
-    "get_extra_state",
-    "set_extra_state",
-    "_load_from_state_dict",
-    "_save_to_state_dict",
-)
 
 
 def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
@@ -46,8 +37,8 @@ def norms(root: nn.Module, in_eval: bool) -> list[Norm]:
             and not kind.__module__.startswith("torch.")
             and not module._modules
         )
-        if (is_named or isinstance(module, (nn.LayerNorm, nn.RMSNorm))) and not isinstance(
-            kind, _Swapped
+        if (is_named or isinstance(module, (nn.LayerNorm, nn.RMSNorm))) and not issubclass(
+            kind, TENorm
         ):
             found.append(_norm(module, in_eval))
     return found
@@ -58,23 +49,9 @@ def _norm(module: nn.Module, in_eval: bool) -> Norm:
     result = _obstacle(module) or ((formula, module.eps) if formula else _tried(module))
     if isinstance(result, str):
         return Norm(module, None, result)
-    carrier = _carrier(module, *result)
-    carrier.te_in_eval, carrier.te_modes = in_eval, Modes()
-    common = carrier.__dict__.keys() & module.__dict__.keys() - _MODULE_ATTRIBUTES
-    taken = [
-        name
-        for name in carrier.__dict__
-        if name in common and module.__dict__[name] != carrier.__dict__[name]
-    ]
-    if taken:
-        return Norm(
-            module,
-            None,
-            f"it has {', '.join(taken)} of its own, a name that TransformerEngine's form needs",
-        )
-    # the same number under the same name, such as eps: it stays when the class is restored
-    for name in common:
-        del carrier.__dict__[name]
+    carrier = object.__new__(_class_for(type(module)))
+    added = {"te_norm": _te_norm(module, *result), "te_modes": Modes(), "te_in_eval": in_eval}
+    carrier.__dict__.update(nn.Module().__dict__, **added)
     return Norm(module, carrier, None)
 
 
@@ -155,40 +132,24 @@ def _formula(
     return y if bias is None else y + bias
 
 
-def _carrier(module: nn.Module, formula: str, eps: float) -> nn.Module:
-    """Return a module of the new class with TransformerEngine's attributes."""
+def _te_norm(module: nn.Module, formula: str, eps: float) -> nn.Module:
+    """Return TransformerEngine's norm on the Parameters of the module."""
     import transformer_engine.pytorch as te
 
     kind = te.LayerNorm if formula == LAYER_NORM else te.RMSNorm
-    norm = kind(
-        tuple(full_shape(module.weight)),
-        eps=eps,
-        zero_centered_gamma=formula == CENTERED,
-        device="meta",
-    )
-    carrier = object.__new__(_class_for(type(module), formula == LAYER_NORM))
-    added = {name: value for name, value in norm.__dict__.items() if name not in _MODULE_ATTRIBUTES}
-    carrier.__dict__.update(nn.Module().__dict__, **added)
-    return carrier
+    shape, is_centered = tuple(full_shape(module.weight)), formula == CENTERED
+    norm = kind(shape, eps=eps, zero_centered_gamma=is_centered, device="meta")
+    norm.__dict__["_parameters"] = module._parameters
+    return norm
 
 
-@functools.cache
-def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module]:
-    """Return a subclass of TransformerEngine's class and of `original`, so that `isinstance` stays
-    true."""
-    import transformer_engine.pytorch as te
+class TENorm:
+    """Mixed into the class of a norm."""
 
-    from .recipes import refuse_cpu
-
-    base = te.LayerNorm if is_layer_norm else te.RMSNorm
-
-    @torch.compiler.disable
-    def in_te(self, x: torch.Tensor) -> torch.Tensor:
-        refuse_cpu(x)
-        y = base.forward(self, x)
-        # no view, as with PyTorch's own: FSDP2 warns of views as outputs, and autograd may refuse
-        # to change them
-        return torch.ops.aten._unsafe_view(y, y.shape)
+    te_norm: nn.Module
+    """TransformerEngine's, no child: it shares the Parameters."""
+    te_modes: Modes
+    te_in_eval: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         in_use = self.te_modes.is_training(self) or self.te_in_eval
@@ -198,27 +159,36 @@ def _class_for(original: type[nn.Module], is_layer_norm: bool) -> type[nn.Module
             or not x.is_floating_point()
             or x.numel() == 0
         ):
-            return original.forward(self, x)
-        return in_te(self, x)
+            return super().forward(x)
+        return self._in_te(x)
 
-    members: dict[str, Any] = {name: getattr(nn.Module, name) for name in _STATE_METHODS}
-    members |= {"te_original": original, "forward": forward, "__module__": __name__}
-    if hasattr(original, "reset_parameters"):
-        members["reset_parameters"] = original.reset_parameters
-    return _Swapped(f"TE{original.__name__}", (base, original), members)
+    @torch.compiler.disable
+    def _in_te(self, x: torch.Tensor) -> torch.Tensor:
+        from .recipes import refuse_cpu
+
+        refuse_cpu(x)
+        self.te_norm.__dict__["_parameters"] = self._parameters  # a copy may have others
+        y = self.te_norm.forward(x)
+        # no view, as with PyTorch's own: FSDP2 warns of views as outputs, and autograd may refuse
+        # to change them
+        return torch.ops.aten._unsafe_view(y, y.shape)
+
+
+@functools.cache
+def _class_for(original: type[nn.Module]) -> type[nn.Module]:
+    members = {"te_original": original, "__module__": __name__}
+    return _Swapped(f"TE{original.__name__}", (TENorm, original), members)
 
 
 class _Swapped(ABCMeta):
-    """The metaclass of the swapped norms. No name imports them, so pickles hold the arguments of
+    """The metaclass of the swapped norms. No name imports them, so pickles hold the argument of
     `_class_for`."""
 
 
 def _reduce(swapped: _Swapped):
-    import transformer_engine.pytorch as te
-
-    arguments = swapped.te_original, issubclass(swapped, te.LayerNorm)
+    original = swapped.te_original
     # of a subclass
-    return (_class_for, arguments) if swapped is _class_for(*arguments) else swapped.__qualname__
+    return (_class_for, (original,)) if swapped is _class_for(original) else swapped.__qualname__
 
 
 copyreg.pickle(_Swapped, _reduce)

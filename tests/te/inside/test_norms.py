@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from fp8_backends import prepare
+from fp8_backends.compute.te.norms import TENorm
 from fp8_backends.convert.conversion import prepared_roots, restore
 
 N = 32
@@ -100,9 +101,8 @@ def test_norm_becomes_transformer_engines_with_same_values(make):
     prepare(model, None, "te")
     norm = model.norm
     is_layer_norm = make in LAYER_NORMS.values()
-    assert isinstance(norm, te.LayerNorm if is_layer_norm else te.RMSNorm) and isinstance(
-        norm, original
-    )
+    assert isinstance(norm.te_norm, te.LayerNorm if is_layer_norm else te.RMSNorm)
+    assert isinstance(norm, original) and list(norm.modules()) == [norm]
     assert all(norm._parameters[name] is parameter for name, parameter in parameters.items())
     assert [(each.name, each.swapped, each.reason) for each in norms_of(model)] == [
         ("norm", True, None)
@@ -173,7 +173,7 @@ def test_copies_are_independent_swapped_norms(twin):
         torch.equal(a, b) for a, b in zip(results(other.norm), results(model.norm), strict=True)
     )
     restore(other)
-    assert type(other.norm) is LlamaRMSNorm and isinstance(model.norm, te.RMSNorm)
+    assert type(other.norm) is LlamaRMSNorm and isinstance(model.norm, TENorm)
 
 
 def test_exclude_applies_to_norms_and_only_te_swaps_them():
@@ -195,7 +195,7 @@ def test_preparing_again_swaps_only_new_norms():
     kind = type(model.norm)
     model.second = nn.RMSNorm(N, eps=1e-6)
     prepare(model, None, "te")
-    assert type(model.norm) is kind and isinstance(model.second, te.RMSNorm)
+    assert type(model.norm) is kind and isinstance(model.second, TENorm)
     assert [(each.name, each.swapped) for each in norms_of(model)] == [
         ("norm", True),
         ("second", True),
@@ -243,4 +243,4 @@ def test_meta_norm_is_swapped_and_materialized_later():
     prepare(model, None, "te")
     model.to_empty(device="cpu")
     nn.init.ones_(model[1].weight)
-    assert isinstance(model[1], te.RMSNorm) and model[1](values()).isfinite().all()
+    assert isinstance(model[1], TENorm) and model[1](values()).isfinite().all()

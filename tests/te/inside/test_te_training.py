@@ -363,19 +363,29 @@ def test_nested_training_model_keeps_its_recipe():
     assert found == losses(*references[0], BATCHES[:1] * len(BATCHES))
 
 
-@pytest.mark.parametrize("then", ["itself", "another model", "evaluation, and itself"])
-def test_interrupted_forward_leaves_fp8(then):
-    """No hook runs after a KeyboardInterrupt. The next forward of any model cleans up."""
+@pytest.mark.parametrize(
+    ("error", "then"),
+    [
+        (KeyboardInterrupt, "itself"),
+        (KeyboardInterrupt, "another model"),
+        (KeyboardInterrupt, "evaluation, and itself"),
+        (ValueError, "itself"),
+    ],
+)
+def test_interrupted_forward_leaves_fp8(error, then):
+    """No hook of PyTorch runs after a KeyboardInterrupt."""
     made, optimizer = prepared("te:delayed")
     losses(made, optimizer, BATCHES[:1])
 
     def interrupt(*args):
-        raise KeyboardInterrupt
+        raise error
 
+    manager = te.quantization.FP8GlobalStateManager
     handle = made.last.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         made(BATCHES[1])
     handle.remove()
+    assert not manager.is_fp8_enabled() and manager.quantization_state.autocast_depth == 0
     interrupted = scaling_state(made)
     assert interrupted["first.te_forward_amax_history"][0, 0] > 0  # the first layer had run
     if then.startswith("evaluation"):
@@ -387,7 +397,6 @@ def test_interrupted_forward_leaves_fp8(then):
     else:
         losses(made, optimizer, BATCHES[1:2])
         assert scaling_state(made)["first.te_forward_amax_history"][0, 0] == 0  # rolled
-    manager = te.quantization.FP8GlobalStateManager
     assert not manager.is_fp8_enabled() and manager.quantization_state.autocast_depth == 0
 
 
@@ -436,6 +445,38 @@ def test_restore_leaves_no_trace():
     plain = model()
     plain.load_state_dict(made.state_dict())
     assert torch.equal(made(BATCHES[0]), plain(BATCHES[0]))
+
+
+@pytest.mark.parametrize("wrapped", ["before", "after"])
+def test_restore_keeps_the_wrapper_of_other_code(wrapped):
+    """The root's forward is ours: inside a later wrapper it stays, and runs without FP8."""
+    manager, seen = te.quantization.FP8GlobalStateManager, []
+
+    def wrap(root):
+        forward = root.forward
+
+        def wrapper(x):
+            seen.append(manager.is_fp8_enabled())
+            return forward(x)
+
+        root.forward = wrapper
+        return wrapper
+
+    made = model()
+    made.last.register_forward_pre_hook(lambda *args: seen.append(manager.is_fp8_enabled()))
+    wrapper = wrap(made) if wrapped == "before" else None
+    prepare(made, None, "te:delayed")
+    wrapper = wrapper or wrap(made)
+    made(BATCHES[0])
+    assert seen == [wrapped == "before", True]
+    conversion.restore(made)
+    assert made.forward is wrapper
+    seen.clear()
+    plain = model()
+    plain.load_state_dict(made.state_dict())
+    assert torch.equal(made(BATCHES[0]), plain(BATCHES[0])) and seen == [False, False]
+    prepare(made, None, "te:dynamic")
+    assert not torch.equal(made(BATCHES[0]), plain(BATCHES[0])) and seen[-1]
 
 
 def test_state_dicts_are_plain_and_load_both_ways():
