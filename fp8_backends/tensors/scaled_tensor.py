@@ -356,10 +356,11 @@ class ScaledTensor(WithoutMemory):
         if self.edited is not None:
             return self.edited.to(dtype, copy=True)
         if isinstance(rest, ScaledTensor):
-            return rest.dequantize(dtype)
+            # offloaded, the master is on the CPU
+            return rest.dequantize(dtype).to(self.codes.device)
         if rest is None:
             return self.dequantize(dtype)
-        # gathered for a checkpoint, the residual is on the CPU
+        # offloaded, or gathered for a checkpoint, the residual is on the CPU
         return decode_pair(self.codes, rest.to(self.codes.device), self.scale_inv).to(dtype)
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:

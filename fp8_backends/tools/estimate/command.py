@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ import torch
 from ...compute import chips, hardware
 from ...compute.rates import pays_from
 from ...errors import FP8BackendError, RecipeError
+from ...kernels.devices import memory_limit
 from ...recipes.handlers import resolve
 from ...rules import RULES
 from ...rules.validate import validate
@@ -346,7 +346,7 @@ def device_named(name: str | None) -> Device:
     except RecipeError as error:
         raise FP8BackendError(f"--chip: {error}; or the GiB of one device, such as 64") from None
     if product.gpu is None:
-        memory = _ram()
+        memory = memory_limit()
         return Device(f"this machine's RAM ({memory / GIB:.1f} GiB)", memory, product.name)
     if product.gib is None:
         sold = [each.name for each in chips.SOLD.values() if each.chip is product.chip]
@@ -355,17 +355,6 @@ def device_named(name: str | None) -> Device:
             "its GiB, such as 64"
         )
     return Device(f"{product.name.upper()} ({product.gib} GiB)", product.gib * GIB, product.name)
-
-
-def _ram() -> float:
-    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as limit:
-                memory = min(memory, float(limit.read()))
-        except (OSError, ValueError):
-            continue  # another version of control groups, or no limit ("max")
-    return memory
 
 
 def _listed(flag: str, text: str) -> list[str]:
