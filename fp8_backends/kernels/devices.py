@@ -72,6 +72,17 @@ def memory_limit() -> float:
     return memory
 
 
+def free_memory() -> float:
+    """Return the bytes of memory that new tensors of the host may take."""
+    free = memory_limit()
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            name, _, amount = line.partition(":")
+            if name == "MemAvailable":
+                free = min(free, 1024 * float(amount.split()[0]))
+    return free
+
+
 def interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 

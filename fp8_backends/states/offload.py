@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from ..errors import FP8BackendError
 from ..formats.formats import FORMAT_OF
-from ..kernels.devices import memory_limit
+from ..kernels.devices import free_memory
 from ..tensors.scaled_tensor import Kind, ScaledStorage, ScaledTensor, stored_parts
 from ..tensors.sharded_tensor import is_distributed
 from ..torch_tools.backward_end import call_when_backward_ends, inside_backward
@@ -166,7 +165,7 @@ class Offload:
             needed += p.stored.codes.nbytes
             needed += sum(part.nbytes for part in stored_parts(p, exact=True)[2:] if part.is_cuda)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        free = min(psutil.virtual_memory().available, memory_limit())
+        free = free_memory()
         if ranks * needed > free:
             of_ranks = f" on each of {ranks} ranks" if ranks > 1 else ""
             raise FP8BackendError(

@@ -49,21 +49,38 @@ def check_whole_states_on_each_rank():
     assert trained("O4", 5, offload="states", **fields) == trained("O4", 5, **fields)
 
 
-def check_accelerate_accumulates_saves_and_resumes():
+def accumulate(acc, model, optimizer, seeds) -> list[float]:
+    losses = []
+    for seed in seeds:
+        with acc.accumulate(model):
+            loss = ddp_training.mse(model, ddp_training.mine(seed))
+            acc.backward(loss)
+            if acc.sync_gradients:
+                acc.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def check_accelerate_accumulates_clips_and_resumes():
     """A checkpoint of a run without offload continues with it, and back."""
-    found = []
-    for fields in ({}, {"offload": "states"}):
-        acc = feature_setting.accelerator("msamp:O4", fields=fields)
-        model = ddp_training.mlp()
-        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
-        folder = ranks.shared_folder()
-        losses = [ddp_training.step(model, optimizer, seed) for seed in range(3)]
-        acc.save_state(f"{folder}/{len(found)}")
-        if found:
-            acc.load_state(f"{folder}/0")
-        losses += [ddp_training.step(model, optimizer, seed) for seed in range(3, 6)]
-        found.append((losses, everything(model, optimizer.optimizer)))
-    assert found[0] == found[1]
+    for level in ("O2", "O4"):
+        found, folder = [], ranks.shared_folder()
+        for run, fields in enumerate(({}, {"offload": "states"}, {})):
+            options = {"gradient_accumulation_steps": 2}
+            acc = feature_setting.accelerator(f"msamp:{level}", fields=fields, **options)
+            model = ddp_training.mlp()
+            model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), 5e-3))
+            if run:
+                accumulate(acc, model, optimizer, range(90, 94))
+                acc.load_state(f"{folder}/{run - 1}")
+            else:
+                accumulate(acc, model, optimizer, range(6))
+            acc.save_state(f"{folder}/{run}")
+            losses = accumulate(acc, model, optimizer, range(6, 12))
+            found.append((losses, everything(model, optimizer.optimizer)))
+        assert found[0] == found[1] == found[2]
 
 
 def check_fsdp2_is_refused():
