@@ -197,9 +197,10 @@ def install(optimizer: ScaledStates) -> None:
     owned = [p for group in optimizer.param_groups for p in group["params"] if optimizer.owns(p)]
     weights = [p for p in owned if isinstance(p, ScaledTensor) and not p.is_meta]
     if optimizer.fp8_offload is None:
-        if not weights:
+        if len({p.device for p in weights}) != 1:
             raise FP8BackendError(
-                'offload="states" found no weight at a level in this optimizer: leave it out'
+                'offload="states" wants an optimizer with weights of the level on one device: '
+                "leave it out"
             )
         offload = Offload(link_to(weights[0].stored.codes))
         offload.check_memory(optimizer, weights)
