@@ -107,6 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="at levels: drop each gradient inside backward",
     )
     add(
+        "--offload",
+        action="store_true",
+        help="at levels: keep masters, residuals and states in the memory of the host",
+    )
+    add(
         "--lora",
         type=int,
         default=0,
@@ -227,6 +232,7 @@ def _with_flags(name: str, args: argparse.Namespace) -> dict[str, Any]:
     the others."""
     is_level = resolve(name).level != "O0"
     more = {"gradient_release": True} if args.gradient_release and is_level else {}
+    more |= {"offload": "states"} if args.offload and is_level else {}
     more |= {"fp8_params": True} if args.frozen_fp8 and not is_level else {}
     return {"backend": name, **features_of(args), **more}
 
@@ -296,6 +302,7 @@ def changes(
 
 _O4 = {"backend": "msamp:O4"}
 _RELEASED = {"backend": "msamp:O4", "gradient_release": True}
+_OFFLOADED = {**_RELEASED, "offload": "states"}
 _FROZEN = {"backend": "native:dynamic", "fp8_params": True}
 _LORA = f"--lora {LORA_RANK}"
 _SMALLER = (
@@ -305,6 +312,11 @@ _SMALLER = (
         "O4, release and checkpointing",
         "--backend msamp:O4 --gradient-release --checkpointing",
         _RELEASED,
+    ),
+    (
+        "O4, release, checkpointing and offload",
+        "--backend msamp:O4 --gradient-release --checkpointing --offload",
+        _OFFLOADED,
     ),
     (
         f"LoRA, rank {LORA_RANK}, bf16 base",
