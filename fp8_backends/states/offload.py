@@ -90,6 +90,7 @@ class Offload:
             if stored.rest is not None:
                 stored.rest = stored.rest.to("cpu")
             twin.tensor.stored.rest = stored.rest
+            stored.offloaded = True
             twin.see(stored)
         return twin.tensor
 

@@ -100,6 +100,7 @@ class ScaledStorage:
         known: (amax, weak reference to the codes, their version) from the optimizer's last step,
             for `known_amax`.
         gathered: this rank has the exact values of a sharded weight for a while.
+        offloaded: the host has the exact values; a device may have no room for those of all weights.
         state_dict_copies: plain copies of this weight in state dicts.
     """
 
@@ -112,6 +113,7 @@ class ScaledStorage:
     shared_out: bool = False
     edited: torch.Tensor | None = None
     gathered: bool = False
+    offloaded: bool = False
     known: tuple[torch.Tensor, weakref.ref, int] | None = None
     state_dict_copies: StateDictCopies = field(default_factory=StateDictCopies)
 

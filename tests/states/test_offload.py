@@ -24,7 +24,7 @@ from level_steps import (
     values_of,
 )
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.lr_scheduler import LambdaLR
 
 import fp8_backends
@@ -292,6 +292,11 @@ def test_bytes_on_a_card_and_in_the_host(level, device, host, monkeypatch):
         optimizer.step()
         optimizer.zero_grad()
         found = held(weights, optimizer)
+        layer = nn.Linear(1, 1, device="meta")
+        layer.weight = weights[0]
+        saved = {"weight": weights[0].detach()}
+        levels.export_plain(layer, saved, "", {})
+        assert (type(saved["weight"]), saved["weight"].device.type) == (FakeTensor, "cpu")
     assert device <= found["cuda"] <= device + 0.01 and found["cpu"] <= host
     assert device + 1 <= with_gradients["cuda"] <= device + 1.01
     assert [p.device.type for p in weights] == ["cuda", "cuda"]
