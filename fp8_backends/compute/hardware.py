@@ -3,9 +3,7 @@
 import functools
 import importlib.metadata
 import platform
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,15 +54,6 @@ def capabilities() -> list[tuple[int, int]]:
     """Return the CUDA capability of every visible GPU. Empty on ROCm, whose numbers have another
     meaning."""
     return [] if torch.version.hip else gpus()
-
-
-def free_memory() -> int:
-    """Return the bytes of main memory that new processes can take, without end where unknown."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return sys.maxsize
-    return 1024 * int(text.partition("MemAvailable:")[2].split()[0])
 
 
 def chip() -> Chip:

@@ -16,6 +16,7 @@ MODULES = {
     "saved_activations": "fp8_backends.convert.saved_activations",
     "schedule": "fp8_backends.watch.schedule",
     "guard": "fp8_backends.watch.guard",
+    "offload": "fp8_backends.states.offload",
     "monitor_every": "fp8_backends.watch.monitor",
 }
 """Recipe field -> the module that only its users import and run."""

@@ -60,6 +60,29 @@ def on_device(numbers: list, dtype: torch.dtype, device: torch.device | str) -> 
     )
 
 
+def memory_limit() -> float:
+    """Return the bytes of memory that this machine or container has."""
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as limit:
+                memory = min(memory, float(limit.read()))
+        except (OSError, ValueError):
+            continue  # another version of control groups, or no limit ("max")
+    return memory
+
+
+def free_memory() -> float:
+    """Return the bytes of memory that new tensors of the host may take."""
+    free = memory_limit()
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            name, _, amount = line.partition(":")
+            if name == "MemAvailable":
+                free = min(free, 1024 * float(amount.split()[0]))
+    return free
+
+
 def interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 

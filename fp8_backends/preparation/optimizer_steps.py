@@ -47,6 +47,8 @@ def watch_optimizer(
     convert_optimizer(inner, recipe)
     if recipe.shares_states:
         _share_out_states(inner, recipe)
+    if offload := features.wanted("offload", recipe):
+        offload.install(inner)
     if recipe.gradient_release:
         # Accelerate lists models without their DDP
         references = [prepared.observed.wrapper for _, _, prepared in roots]

@@ -430,6 +430,10 @@ class LevelFields(KwargsHandler):
     gradient_release: bool = setting(False, flag, levels=ABOVE_O0, idle=False)
     """Step each parameter inside backward, as soon as its gradient is complete, and free the
     gradient. Not with accumulation or clipping."""
+    offload: str = setting("off", _off_or("states"), levels=ABOVE_O0, idle="off")
+    """Keep masters, residuals and Adam states in the memory of the host, and step weights there:
+    1 byte an element on the device at O4, 2 at O2, and 1 more for gradients unless released. For
+    one process and DDP."""
 
 
 @dataclass

@@ -56,6 +56,13 @@ TENSOR_PARALLEL_RULES = (
         "use the same backend with +msamp:O2, or leave tensor parallelism out and shard with FSDP2",
     ),
     refused(
+        "offload_tensor_parallel",
+        lambda s: s.recipe.offload != "off" and _shares_layers(s),
+        "offload keeps the states of whole weights in the host, and under tensor parallelism each "
+        "rank has parts",
+        "leave offload out, or train under DDP",
+    ),
+    refused(
         "te_tensor_parallel",
         lambda s: s.recipe.compute == "te" and not s.whole_layers and _shares_layers(s),
         "TransformerEngine's layers know tensor parallelism by process groups of their own, and "
@@ -102,6 +109,19 @@ ENGINE_RULES = (
         "gradient_release steps inside backward, and DeepSpeed's engine clips, steps and drops "
         "gradients after it",
         "leave gradient_release out, or use DDP or FSDP2",
+    ),
+    refused(
+        "offload_engine",
+        lambda s: (
+            s.recipe.level != "O0"
+            and s.recipe.offload != "off"
+            and s.parallel not in (None, "none", "ddp")
+            and f"offload={s.recipe.offload!r} with {s.parallel}"
+        ),
+        "offload keeps the states of whole weights in the host: it is made for one process and "
+        "DDP, and other engines shard or move states themselves",
+        "use DDP, or leave offload out: FSDP2 has its CPUOffloadPolicy at level O0, DeepSpeed "
+        "offload_optimizer_device: cpu",
     ),
     refused(
         "level_fsdp1",

@@ -85,6 +85,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Refuse an optimizer that `convert_optimizer` would refuse."""
     if recipe.level != "O0":
         optimizers.check(unwrapped(optimizer), levels.state_rule(recipe))
+    if offload := features.wanted("offload", recipe):
+        offload.check(unwrapped(optimizer))
 
 
 def check_trains(

@@ -81,7 +81,7 @@ class ScaledMoments(ScaledStates):
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
 
-    def _step_scaled(self, views: Sequence[LocalView]) -> None:
+    def step_scaled(self, views: Sequence[LocalView]) -> None:
         torch._foreach_add_([view.state["step"] for view in views], 1.0)
         jobs = [self._job(view, hyper) for view, hyper in zip(views, _hypers(views), strict=True)]
         steps = AdamSteps(jobs)
@@ -133,7 +133,7 @@ class ScaledMoments(ScaledStates):
         before the first step."""
         stored_share = total = 0.0
         for p, group, index in self.members():
-            state, weight = self.state.get(p, {}), local_part(p)
+            state, weight = self.state.get(p, {}), self.stepped(p)
             has_moments = all(name in state for name in MOMENTS)
             if not isinstance(weight, ScaledTensor) or not has_moments or not all(group["betas"]):
                 continue

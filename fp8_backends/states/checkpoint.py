@@ -98,7 +98,8 @@ def _load_heavy(
         store_states(optimizer, p, saved)
     if MASTER in saved and isinstance(local_part(p), ScaledTensor):
         if is_distributed(p):
-            write_weight_shards(p, _placed_as(p, saved[MASTER], torch.float32))
+            place = local_part(p).device
+            write_weight_shards(p, _placed_as(p, saved[MASTER], torch.float32, place))
         else:
             p.copy_(_whole(saved[MASTER]))
     if not optimizer.owns(p):
@@ -113,7 +114,7 @@ def store_states(
     for name in optimizer.fp8_declared.roles:
         if name in values:
             optimizer.state[p][name] = _stored_moment(
-                p, values[name], *optimizer.moment_format(p, name)
+                p, values[name], *optimizer.moment_format(p, name), optimizer.place_of(p)
             )
     for name in optimizer.fp8_declared.exact_states(p.shape):
         if name in values:
@@ -130,18 +131,18 @@ def is_stored(state: torch.Tensor, dtype: torch.dtype, block_size: int) -> bool:
 
 
 def _stored_moment(
-    p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, block_size: int
+    p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, block_size: int, place: torch.device
 ) -> torch.Tensor:
     if not is_distributed(p):
         value = _whole(value)
     moment = local_part(value)
     stored_alike = isinstance(moment, ScaledTensor) and is_stored(moment, dtype, block_size)
     if stored_alike and moment.codes.is_contiguous() and _lies_as(value, p):
-        moment = copy.deepcopy(moment.to(local_part(p).device))
+        moment = copy.deepcopy(moment.to(place))
     elif dtype not in FORMAT_OF:
-        moment = local_part(_placed_as(p, value, dtype)).clone()
+        moment = local_part(_placed_as(p, value, dtype, place)).clone()
     else:
-        local, amax = local_part(_placed_as(p, value, torch.float32)), None
+        local, amax = local_part(_placed_as(p, value, torch.float32, place)), None
         if is_distributed(p) and not block_size:
             (amax,) = agree([amax_of(local)], [p])
         moment = quantize(local, dtype, torch.float32, block_size, amax)
@@ -151,8 +152,10 @@ def _stored_moment(
     return with_local(p, moment)
 
 
-def _placed_as(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return plain values placed as `p`, on its device: a DTensor for a DTensor."""
+def _placed_as(
+    p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, place: torch.device
+) -> torch.Tensor:
+    """Return plain values placed as `p`, on a device: a DTensor for a DTensor."""
     if is_distributed(value):
         value = dequantize_shards(value, dtype)
         value = value if _lies_as(value, p) else value.redistribute(p.device_mesh, p.placements)
@@ -160,7 +163,7 @@ def _placed_as(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torc
         value = value.dequantize(dtype)
     if is_distributed(p) and not is_distributed(value):
         value = shard_of(p, value.to(p.device_mesh.device_type, dtype))
-    return with_local(p, local_part(value).to(local_part(p).device, dtype).contiguous())
+    return with_local(p, local_part(value).to(place, dtype).contiguous())
 
 
 def _lies_as(value: torch.Tensor, p: torch.Tensor) -> bool:
@@ -250,7 +253,7 @@ def gather(
     the weight's), one weight at a time. `receives`, `moments`: as in `whole_states`."""
     owners, ids = optimizer.fp8_owners, set(map(id, weights))
     for p, group, _ in (member for member in optimizer.members() if id(member.parameter) in ids):
-        state, place = optimizer.state.get(p, {}), device or p.device
+        state, place = optimizer.state.get(p, {}), device or optimizer.place_of(p)
         owners.drop(p)
         if owners.owns(p):
             rest = p.rest

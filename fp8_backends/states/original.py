@@ -20,6 +20,7 @@ UNREADABLE = (
         "rounding",
         "shard_states",
         "gradient_release",
+        "offload",
         "include",
         "exclude",
         "module_filter_func",

@@ -119,6 +119,9 @@ class ScaledStates:
     fp8_states: StateRule
     fp8_owners: Any = None
     """The `comm.ddp.SharedOut` that assigns states to ranks; None if every rank has all."""
+    fp8_offload: Any = None
+    """The `offload.Offload` with states in the memory of the host; None if they are on the weights'
+    devices."""
     fp8_whole: bool = False
     """All states are on this rank for a while."""
     fp8_unread: bool = False
@@ -134,6 +137,8 @@ class ScaledStates:
             with torch.enable_grad():
                 loss = closure()
         self.make_steps(self.members())
+        if self.fp8_offload is not None:
+            self.fp8_offload.link.finish()
         if self.fp8_owners is not None:
             self.fp8_owners.share()
         return loss
@@ -156,7 +161,11 @@ class ScaledStates:
                 self._step_plain(self._with_states(of_group))
         if scaled:
             finish_accumulation(view.parameter for view in scaled)
-            self._step_scaled(self._with_states(scaled))
+            scaled = self._with_states(scaled)
+            if self.fp8_offload is not None:
+                scaled = self.fp8_offload.take(self, scaled)
+        if scaled:
+            self.step_scaled(scaled)
 
     def _with_states(self, views: Sequence[LocalView]) -> list[LocalView]:
         return [view._replace(state=self.state_of(view.group, view.parameter)) for view in views]
@@ -166,7 +175,7 @@ class ScaledStates:
         finite."""
         raise NotImplementedError
 
-    def _step_scaled(self, views: Sequence[LocalView]) -> None:
+    def step_scaled(self, views: Sequence[LocalView]) -> None:
         """Step all scaled parameters, and parameters with scaled states, together."""
         raise NotImplementedError
 
@@ -194,6 +203,18 @@ class ScaledStates:
         """Return True if this rank keeps the states of `p` and steps it."""
         return self.fp8_owners is None or self.fp8_owners.owns(p)
 
+    def place_of(self, p: torch.Tensor) -> torch.device:
+        """Return the device of a parameter's states."""
+        if self.fp8_offload is not None and type(p) is ScaledTensor:
+            return torch.device("cpu")
+        return local_part(p).device
+
+    def stepped(self, p: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a parameter, where its states are."""
+        if self.fp8_offload is not None and type(p) is ScaledTensor:
+            return self.fp8_offload.twin_of(p)
+        return local_part(p)
+
     def roles_of(self, group: Mapping[str, Any]) -> Mapping[str, str]:
         """Return `Declaration.roles` if parameters of this group have such states."""
         return self.fp8_declared.roles if self.fp8_declared.has_states(group) else {}
@@ -215,7 +236,7 @@ class ScaledStates:
             state["step"] = self.new_counter(group, p)
         for name in self.roles_of(group):
             if name not in state:
-                state[name] = with_local(p, self.new_moment(p, name, local_part(p).device))
+                state[name] = with_local(p, self.new_moment(p, name, self.place_of(p)))
             # somebody replaced it
             elif not checkpoint.is_stored(state[name], *self.moment_format(p, name)):
                 checkpoint.store_states(self, p, {name: state[name]})
@@ -240,7 +261,8 @@ class ScaledStates:
     def new_counter(self, group: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
         """Return a step counter of 0 on PyTorch's device for it."""
         on_device = group.get("capturable") or group.get("fused")
-        return torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
+        place = self.place_of(p) if on_device else "cpu"
+        return torch.zeros((), dtype=torch.float32, device=place)
 
     def moment_format(self, p: torch.Tensor, name: str) -> tuple[torch.dtype, int]:
         """Return (dtype, block size) of a declared state of `p`."""

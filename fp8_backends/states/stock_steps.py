@@ -91,7 +91,7 @@ class StockSteps(ScaledStates):
             }
             _keep(state, new | local)
 
-    def _step_scaled(self, views: Sequence[LocalView]) -> None:
+    def step_scaled(self, views: Sequence[LocalView]) -> None:
         for together in _batches(views):
             batch = _Batch(self, together)
             if any(view.is_shard for view in together):

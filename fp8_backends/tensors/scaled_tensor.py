@@ -100,6 +100,7 @@ class ScaledStorage:
         known: (amax, weak reference to the codes, their version) from the optimizer's last step,
             for `known_amax`.
         gathered: this rank has the exact values of a sharded weight for a while.
+        offloaded: the host has the exact values; a device may have no room for those of all weights.
         state_dict_copies: plain copies of this weight in state dicts.
     """
 
@@ -112,6 +113,7 @@ class ScaledStorage:
     shared_out: bool = False
     edited: torch.Tensor | None = None
     gathered: bool = False
+    offloaded: bool = False
     known: tuple[torch.Tensor, weakref.ref, int] | None = None
     state_dict_copies: StateDictCopies = field(default_factory=StateDictCopies)
 
@@ -356,10 +358,11 @@ class ScaledTensor(WithoutMemory):
         if self.edited is not None:
             return self.edited.to(dtype, copy=True)
         if isinstance(rest, ScaledTensor):
-            return rest.dequantize(dtype)
+            # offloaded, the master is on the CPU
+            return rest.dequantize(dtype).to(self.codes.device)
         if rest is None:
             return self.dequantize(dtype)
-        # gathered for a checkpoint, the residual is on the CPU
+        # offloaded, or gathered for a checkpoint, the residual is on the CPU
         return decode_pair(self.codes, rest.to(self.codes.device), self.scale_inv).to(dtype)
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -19,6 +19,7 @@ FEATURES = {
     "watch.schedule": {"schedule": {5: "bf16"}},
     "watch.guard": {"guard": "warn"},
     "watch.monitor": {"monitor_every": 5},
+    "states.offload": {"backend": "msamp:O4", "offload": "states"},
     "convert.experts": {},
     "compute.native.tensor_parallel": None,
     "convert.conv1d": None,

@@ -199,6 +199,7 @@ BF16, FP16, FP32 = (
     {"backend": "native", "autocast_dtype": name} for name in ("bf16", "fp16", "fp32")
 )
 RELEASED = {"backend": "msamp:O2", "gradient_release": True}
+OFFLOADED = {"backend": "msamp:O2", "offload": "states"}
 SHARED = {"tensor_parallel": 2}
 RECOMPUTED_ON_ADA = {"chip": "ada", "activation_checkpointing": True}
 DS, FSDP1, FSDP2, DDP = ({"parallel": name} for name in ("deepspeed", "fsdp1", "fsdp2", "ddp"))
@@ -521,6 +522,9 @@ REFUSED = [
         "offload",
     ),
     ("release_deepspeed", RELEASED, DS, DDP, ""),
+    ("offload_engine", OFFLOADED, DS, DDP, "offload='states' with deepspeed"),
+    ("offload_engine", OFFLOADED, FSDP2, DDP, "offload='states' with fsdp2"),
+    ("offload_tensor_parallel", OFFLOADED, SHARED, {"tensor_parallel": 1}, ""),
     ("level_fsdp1", "te+msamp:O1", FSDP1, FSDP2, ""),
     ("fp8_params_sharded", {"backend": "native", "fp8_params": True}, FSDP2, DDP, ""),
     ("engine_decides", GRADIENTS, DS, DDP, "gradient_comm='fp8' with deepspeed"),

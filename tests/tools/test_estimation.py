@@ -330,6 +330,27 @@ def test_released_gradients_need_memory_only_if_ddp_reduces_them():
         assert released.peak <= usual.peak
 
 
+def test_offload_moves_masters_and_states_to_the_host():
+    workload = Workload(model=SHAPES["Llama"], sequence=64, devices=2)
+    recipes = [{"backend": "msamp:O4"}, {"backend": "msamp:O4", "offload": "states"}]
+    (plain, plain_ranks), (ours, our_ranks, refused) = (
+        estimate(workload, [recipe], shardings)
+        for recipe, shardings in zip(
+            recipes, (["none", "ddp"], ["none", "ddp", "fsdp2"]), strict=True
+        )
+    )
+    for before, after in ((plain, ours), (plain_ranks, our_ranks)):
+        moved = before.master + before.states - after.states
+        assert after.master == 0 and before.peak - after.peak == pytest.approx(moved)
+        assert (before.weights, before.gradients) == (after.weights, after.gradients)
+        assert any("over PCIe a step" in note for note in after.notes)
+    scaled = 2 * (4 * 64 * 64 + 3 * 64 * 192)
+    assert ours.host == pytest.approx(scaled * (4 + 8 / 128), rel=1e-3)
+    assert ours.linked == pytest.approx(2 * scaled, rel=0.02)
+    assert our_ranks.host == pytest.approx(ours.host / 2, rel=1e-3)
+    assert "DDP" in refused.refused
+
+
 def test_deepspeed_shards_more_at_each_stage_and_refuses_levels():
     workload = Workload(model=SHAPES["Llama"], sequence=64, devices=4)
     stages = estimate(workload, ["native:dynamic"], ["zero1", "zero2", "zero3"])

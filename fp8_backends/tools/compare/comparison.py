@@ -27,6 +27,7 @@ import torch
 
 from ...compute import hardware
 from ...errors import FP8BackendError, RecipeError
+from ...kernels.devices import free_memory
 from ...words import counted, finite
 from ..terminal import Progress, duration, environment_without, wrapped
 from . import summary
@@ -93,7 +94,7 @@ class Comparison:
         self.output = output
         self.workers: list[Worker] = []
         self.events: queue.SimpleQueue[tuple[Worker, dict[str, Any]]] = queue.SimpleQueue()
-        self.free_bytes = hardware.free_memory()
+        self.free_bytes = free_memory()
         self.run_bytes = 0
         """Memory of the largest process so far, times ranks."""
         kind = task(settings)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ import torch
 from ...compute import chips, hardware
 from ...compute.rates import pays_from
 from ...errors import FP8BackendError, RecipeError
+from ...kernels.devices import memory_limit
 from ...recipes.handlers import resolve
 from ...rules import RULES
 from ...rules.validate import validate
@@ -105,6 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gradient-release",
         action="store_true",
         help="at levels: drop each gradient inside backward",
+    )
+    add(
+        "--offload",
+        action="store_true",
+        help="at levels: keep masters, residuals and states in the memory of the host",
     )
     add(
         "--lora",
@@ -227,6 +232,7 @@ def _with_flags(name: str, args: argparse.Namespace) -> dict[str, Any]:
     the others."""
     is_level = resolve(name).level != "O0"
     more = {"gradient_release": True} if args.gradient_release and is_level else {}
+    more |= {"offload": "states"} if args.offload and is_level else {}
     more |= {"fp8_params": True} if args.frozen_fp8 and not is_level else {}
     return {"backend": name, **features_of(args), **more}
 
@@ -296,6 +302,7 @@ def changes(
 
 _O4 = {"backend": "msamp:O4"}
 _RELEASED = {"backend": "msamp:O4", "gradient_release": True}
+_OFFLOADED = {**_RELEASED, "offload": "states"}
 _FROZEN = {"backend": "native:dynamic", "fp8_params": True}
 _LORA = f"--lora {LORA_RANK}"
 _SMALLER = (
@@ -305,6 +312,11 @@ _SMALLER = (
         "O4, release and checkpointing",
         "--backend msamp:O4 --gradient-release --checkpointing",
         _RELEASED,
+    ),
+    (
+        "O4, release, checkpointing and offload",
+        "--backend msamp:O4 --gradient-release --checkpointing --offload",
+        _OFFLOADED,
     ),
     (
         f"LoRA, rank {LORA_RANK}, bf16 base",
@@ -346,7 +358,7 @@ def device_named(name: str | None) -> Device:
     except RecipeError as error:
         raise FP8BackendError(f"--chip: {error}; or the GiB of one device, such as 64") from None
     if product.gpu is None:
-        memory = _ram()
+        memory = memory_limit()
         return Device(f"this machine's RAM ({memory / GIB:.1f} GiB)", memory, product.name)
     if product.gib is None:
         sold = [each.name for each in chips.SOLD.values() if each.chip is product.chip]
@@ -355,17 +367,6 @@ def device_named(name: str | None) -> Device:
             "its GiB, such as 64"
         )
     return Device(f"{product.name.upper()} ({product.gib} GiB)", product.gib * GIB, product.name)
-
-
-def _ram() -> float:
-    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as limit:
-                memory = min(memory, float(limit.read()))
-        except (OSError, ValueError):
-            continue  # another version of control groups, or no limit ("max")
-    return memory
 
 
 def _listed(flag: str, text: str) -> list[str]:

@@ -27,7 +27,7 @@ from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
 from ...recipes.strings import names_file
 from ...states.levels import WEIGHT
-from ...words import shown
+from ...words import readable_bytes, shown
 from ..terminal import FEATURES
 from .model_shapes import SHORT, ModelShape
 from .step_time import DEVICES_OF_A_MACHINE, StepTime, StepWork, step_time
@@ -105,6 +105,10 @@ class Estimate:
     peak_at: str = ""
     """Region of the step with the highest moment."""
     sent: float = 0.0
+    host: float = 0.0
+    """Bytes in the host's memory, with offload."""
+    linked: float = 0.0
+    """Bytes over PCIe in a step, both ways together, with offload."""
     time: StepTime | None = None
     """Seconds with their parts and interval; None without public rates of the chip, and in FP32."""
     speedup: tuple[float, ...] | None = None
@@ -244,6 +248,9 @@ def _estimate(
             return result
         layout = replace(layout, kind="ddp")
         recipe = recipe.replace(shard_states=True)
+    if recipe is not None and recipe.offload != "off" and layout.sharding not in ("none", "ddp"):
+        result.refused = "offload goes with one device and DDP"
+        return result
     shards_weights = layout.tensor > 1 or layout.kind in ("fsdp2", "zero3")
     if shards_weights and recipe is not None and recipe.fp8_params:
         result.refused = str(SHARDED)
@@ -274,6 +281,14 @@ def _estimate(
         setattr(result, part, trace.resting[part])
     result.gradients = trace.saved[GRADIENTS]
     result.sent = rank.sent_bytes()
+    if rank.offloads:
+        result.host, result.linked = rank.offloaded_bytes()
+        result.notes.append(
+            f"{backend} with offload: {readable_bytes(result.host)} in the host; "
+            f"{readable_bytes(result.linked)} over PCIe a step, {result.linked / PCIE:.2f} s at "
+            f"{PCIE / 1e9:.0f} GB/s. With gradient release copies and steps run while backward "
+            "goes on"
+        )
     result.copies = trace.saved[COPIES] + trace.saved[CODES]
     result.activations = trace.saved[ACTIVATIONS]
     result.peak_at, result.peak = highest(trace)
@@ -307,6 +322,8 @@ def _rates_of(workload: Workload, recipe: Recipe | None) -> tuple[Rates | None, 
         cell = chips.cell_of(f"{recipe.compute}:{recipe.scaling}", product.chip)
         if cell is not None and cell.state != chips.FP8:
             return None, f"its FP8 products are {cell.state} on this chip, so it has no time"
+    if recipe is not None and recipe.offload != "off":
+        return None, "with offload it has no time: the host's processor makes the steps"
     if recipe is not None and (recipe.gradient_formats or len(recipe.recipes) > 1):
         reason = "several scaling rules or gradient formats in one model have no time"
         return None, reason
@@ -476,7 +493,8 @@ def trace_model(
         dtype = torch.bfloat16
         autocast = None
     settings = StepSettings(
-        recipe=recipe,
+        # `Rank` moves its bytes to the host
+        recipe=None if recipe is None else recipe.replace(offload="off"),
         autocast=autocast,
         checkpointing=workload.checkpointing,
         releases=("scaled" if sharding == "ddp" else "all")
@@ -533,6 +551,8 @@ DDP_BUCKET = 25 * 2**20
 """DDP's `bucket_cap_mb`, in bytes."""
 ZERO_BUCKET = 5e8
 """DeepSpeed's `reduce_bucket_size` and `allgather_bucket_size`, in elements."""
+PCIE = 25e9
+"""Bytes a second of PCIe 4.0 with 16 lanes, one way, as copies reach them."""
 HALF = 2
 SINGLE = 4
 """Bytes of an element."""
@@ -555,6 +575,7 @@ class Rank:
             0 if recipe is None or recipe.level == "O0" else WEIGHT[recipe.level].itemsize
         )
         """Bytes of an element of a scaled weight in products; 0 without scaled weights."""
+        self.offloads = recipe is not None and recipe.offload != "off"
         self.gathers_codes = recipe is not None and compute_of(recipe).gathers_codes(recipe)
 
     def step(self) -> StepTrace:
@@ -574,6 +595,9 @@ class Rank:
             if self.shares_states and STATES in parts:
                 parts[MASTER] /= ranks
                 parts[STATES] -= (1 - 1 / ranks) * sizes["scaled_states"]
+        if self.offloads and STATES in parts:
+            parts[STATES] -= sizes["scaled_states"] / self._owners
+            parts[MASTER] = 0.0
         elif self.sharding == "fsdp2":
             for part in parts.keys() & {WEIGHTS, MASTER, GRADIENTS, STATES}:
                 parts[part] /= ranks
@@ -648,6 +672,20 @@ class Rank:
             devices=self.ranks,
             packed=sizes["packed"] * batch,
             trained_bytes=int(sizes["trained_width"]),
+        )
+
+    @property
+    def _owners(self) -> int:
+        """Return the number of ranks that share the states."""
+        return self.ranks if self.sharding == "ddp" and self.shares_states else 1
+
+    def offloaded_bytes(self) -> tuple[float, float]:
+        """Return the bytes in the host's memory, and over its link in a step."""
+        sizes, scaled = self.trace.sizes, self.trace.sizes["scaled"] / self._owners
+        rest = self.trace.resting[MASTER] + sizes["scaled_states"]
+        return (
+            rest / self._owners + scaled * self.scaled_width,
+            scaled * (FP8_MESSAGE + self.scaled_width),
         )
 
     def sent_bytes(self) -> float:
