@@ -67,9 +67,9 @@ def test_an_ascii_terminal_gets_spelled_characters(monkeypatch):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii", errors="spelled"))
     text = table(rows)
     assert text.splitlines() == [
-        "backend          gap        note",
+        "backend          gap       note",
         "bf16               -  \\xe9t\\xe9",
-        "ao       +0.1 +- 0.2    8 x 4...",
+        "ao       +0.1 +- 0.2   8 x 4...",
     ]
     print(text, "–…")
     sys.stdout.flush()
