@@ -234,7 +234,7 @@ class LayerCodes:
         # codes are made twice: those of all layers at once would take a byte an element
         with contextlib.closing(self):
             self.grids = {name: grid_of(self.of(name)) for name in self.layers}
-        self.grid = _grid_for(
+        self.grid = grid_for(
             format, [(self.shapes[name], grid) for name, grid in self.grids.items()]
         )
 
@@ -283,18 +283,9 @@ class LayerCodes:
                     parts = zip(codes.code_layout.parts, codes.parts, strict=True)
                     yield from (([f"{layer}.{part}".lstrip(".")], tensor) for part, tensor in parts)
                 elif codes is not None:
-                    rows, columns = codes.codes.shape
-                    shapes = {
-                        TENSOR: self.format.scale_of_tensor,
-                        CHANNEL: (rows, 1),
-                        BLOCK: _blocks_of(rows, columns),
-                    }
-                    scales = codes.scale_inv.expand(shapes.get(self.grid, codes.scale_inv.shape))
                     yield names, codes.codes
-                    yield (
-                        [f"{layer}.{self.format.scale}".lstrip(".")],
-                        scales.clone(memory_format=torch.contiguous_format),
-                    )
+                    scales = self.format.scales_of(codes, self.grid)
+                    yield [f"{layer}.{self.format.scale}".lstrip(".")], scales
                 elif takes or is_distributed(value):
                     yield names, _whole(value)
 
@@ -420,7 +411,7 @@ def grid_of(codes: Quantized | None) -> str | None:
     return shapes.get(tuple(codes.scale_inv.shape), OTHER)
 
 
-def _grid_for(fmt: CheckpointFormat, weights: Sequence[tuple[tuple[int, int], str | None]]) -> str:
+def grid_for(fmt: CheckpointFormat, weights: Sequence[tuple[tuple[int, int], str | None]]) -> str:
     """Return the coarsest grid for the unchanged codes of most weights, else the finest for most
     weights rounded."""
 
@@ -532,6 +523,17 @@ class CheckpointFormat(NamedTuple):
     @property
     def is_4_bit(self) -> bool:
         return self.grids[0] in FOUR_BITS
+
+    def scales_of(self, codes: Quantized, grid: str) -> torch.Tensor:
+        """Return scales as the file has them, repeated for a finer grid."""
+        rows, columns = codes.codes.shape
+        shapes = {
+            TENSOR: self.scale_of_tensor,
+            CHANNEL: (rows, 1),
+            BLOCK: _blocks_of(rows, columns),
+        }
+        scales = codes.scale_inv.expand(shapes.get(grid, codes.scale_inv.shape))
+        return scales.clone(memory_format=torch.contiguous_format)
 
 
 FORMATS = {

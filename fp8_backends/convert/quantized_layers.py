@@ -1,9 +1,10 @@
 """Handle layers of a checkpoint in 8 or 4 bits: codes and scales that another library multiplies
 and freezes."""
 
+import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ from torch import nn
 from ..compute.interface import Compute, Recipe
 from ..errors import FP8BackendError, RecipeError, Refusal
 from ..formats.formats import E4M3
-from ..formats.scaling import SQUARES, Blocks, Quantized
-from ..tensors.block_codes import SQUARE_CODES, BlockCodes, layout_of
+from ..formats.scaling import SQUARES
+from ..tensors.block_codes import SQUARE_CODES, BlockCodes, e4m3_layout, layout_of
 from ..tensors.parameter_swap import refuse_if_held, swap
 from ..tensors.sharded_tensor import is_distributed
 from ..torch_tools.modules import CONVERSION, check_is_module, plain_name
@@ -173,12 +174,8 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
     own_dtype, dtype = dtype, dtype or _plain_dtype(model, layers)
 
     def values(layer: nn.Linear, kind: Kind) -> torch.Tensor:
-        codes, scales = layer.weight.detach(), layer._parameters[kind.scale].detach().float()
-        if scales.numel() == 1:
-            return (codes.float() * scales.reshape(())).to(dtype)
-        blocks = Blocks(*_block(layer, kind), SQUARES.scale, SQUARES.inverse)
-        scales = scales.t() if kind is ROWWISE_LINEAR else scales
-        return blocks.dequantize(Quantized(codes, scales), torch.float32).to(dtype)
+        parts = _codes_and_scales(layer, kind)
+        return e4m3_layout(parts[1], _block(layer, kind)).values(parts, dtype)
 
     trains = any(parameter.requires_grad for parameter in model.parameters())
     _replace_codes(layers, values, lambda packed: nn.Parameter(packed.exact(), trains), dtype)
@@ -272,7 +269,7 @@ def load_codes(
     taken = {
         f"{layer}.{part}"
         for layer, layout in layouts.items()
-        for part in (*layout.parts, *_OF_ACTIVATIONS)
+        for part in (*layout.parts, *WITHOUT_PLACE)
     }
     plain = {name: tensor for name, tensor in tensors.items() if name not in {*taken, "scaled_fp8"}}
     _check_names(plain, {f"{layer}.weight" for layer in layouts}, state)
@@ -320,8 +317,12 @@ def _check_names(
             raise FP8BackendError(f"{listed(names)} in the checkpoint: {why}; nothing was loaded")
 
 
-_OF_ACTIVATIONS = ("input_scale", "scale_input", "input_global_scale", "k_scale", "v_scale")
-"""Names of scales for activations and caches in a checkpoint."""
+WITHOUT_PLACE = (
+    *("input_scale", "scale_input", "input_global_scale", "activation_scale"),
+    *("k_scale", "v_scale", "scaled_fp8", "comfy_quant"),
+)
+"""Names of scales for activations and caches in a checkpoint, and of marks for a reader."""
+INDEX = "model.safetensors.index.json"
 
 
 def _read(
@@ -329,14 +330,37 @@ def _read(
 ) -> Mapping[str, torch.Tensor]:
     if isinstance(source, Mapping):
         return source
-    from safetensors.torch import load_file
+    files = files_of(Path(source))
+    return {name: tensor for file in files for name, tensor in mapped(file).items()}
 
-    files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else [Path(source)]
-    if not files or not all(file.is_file() for file in files):
+
+def files_of(source: Path) -> list[Path]:
+    """Return the safetensors files of a folder, those of its index if it has one, or the file."""
+    names = json_of(source / INDEX).get("weight_map", {}).values()
+    files = {source / name for name in names} or source.glob("*.safetensors")
+    return sorted(files) or [source]
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    """Return the content of a file that may be missing."""
+    try:
+        return json.loads(path.read_bytes()) if path.exists() else {}
+    except ValueError as error:
+        raise FP8BackendError(f"{path} is damaged ({error}): download it again") from None
+
+
+def mapped(file: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """Map tensors of a file, or all: the system reads pages as they are used."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as tensors:
+            return {name: tensors.get_tensor(name) for name in names or tensors.keys()}
+    except (OSError, SafetensorError) as error:
         raise FP8BackendError(
-            f"{os.fspath(source)}: neither a safetensors file nor a folder of them"
-        )
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+            f"{file}: neither a safetensors file nor a folder of them, or damaged ({error}): remove "
+            "it, and download or convert it again"
+        ) from None
 
 
 def _replace_codes(
@@ -424,15 +448,15 @@ def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
         raise FP8BackendError(
             f"{name}: its codes are sharded, or not loaded yet: dequantize whole, loaded layers"
         )
-    block = _block(layer, kind)
-    blocks = tuple(-(-size // side) for size, side in zip(weight.shape, block, strict=True))
-    shape = scales.shape if kind is not ROWWISE_LINEAR else scales.shape[::-1]
-    if tuple(shape) not in ((), (1,), (1, 1), blocks):
-        raise FP8BackendError(
-            f"{name}, {kind.title}: scales of shape {tuple(scales.shape)} do not go with a weight "
-            f"of shape {tuple(weight.shape)} and blocks of {block[0]} x {block[1]}; {LOAD_PLAIN}"
-        )
+    parts = _codes_and_scales(layer, kind)
+    if why := e4m3_layout(parts[1], _block(layer, kind)).unfit(parts, tuple(weight.shape)):
+        raise FP8BackendError(f"{name}, {kind.title}: {why}; {LOAD_PLAIN}")
     refuse_if_held(weight, f"{name}.weight")
+
+
+def _codes_and_scales(layer: nn.Linear, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = layer._parameters[kind.scale].detach()
+    return layer.weight.detach(), scales.t() if kind is ROWWISE_LINEAR else scales
 
 
 def _block(layer: nn.Linear, kind: Kind) -> tuple[int, int]:

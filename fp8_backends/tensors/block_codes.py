@@ -79,7 +79,7 @@ class CodeLayout(NamedTuple):
         """Return the reason why these parts hold no weight of this shape, or None."""
         codes, *scales = parts
         sides = self.blocks[:2] if self.blocks else shape
-        grid = torch.Size(-(-size // side) for size, side in zip(shape, sides, strict=True))
+        grid = torch.Size(-(-size // side) for size, side in zip(shape, sides, strict=False))
         alone = scales[1:] if self.blocks else scales
         fits = (
             codes.dim() == 2
@@ -134,6 +134,16 @@ def layout_of(tensors: Mapping[str, torch.Tensor | None]) -> CodeLayout | None:
         )
 
     return next(filter(has, LAYOUTS.values()), None)
+
+
+def e4m3_layout(scales: torch.Tensor, sides: Sequence[int]) -> CodeLayout:
+    """Return the layout of E4M3 codes with one scale, with those of MXFP8, or one for a block."""
+    blocks = SQUARES._replace(rows=sides[0], columns=sides[1])
+    if scales.numel() == 1:
+        blocks = None
+    elif scales.dtype == torch.uint8:
+        blocks = MX
+    return CodeLayout("E4M3", blocks, {"weight": E4M3.dtype, "scales": scales.dtype})
 
 
 def is_decoded(weight: torch.Tensor) -> bool:

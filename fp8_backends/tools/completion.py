@@ -14,7 +14,7 @@ SHELLS = ("bash", "zsh")
 _WHOLE_STRINGS = (
     "COMP_WORDBREAKS=${COMP_WORDBREAKS//:}  # else bash completes each part of native:dynamic alone"
 )
-_FILES = ("file", "output", "out", "text", "target", "config_file", "training_script")
+_FILES = ("file", "source", "output", "out", "text", "target", "config_file", "training_script")
 
 
 def backend_strings() -> list[str]:

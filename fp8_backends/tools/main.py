@@ -56,6 +56,10 @@ COMMANDS = {
         ".checkpoint",
         "which checkpoints are whole, and which file is at fault in the others",
     ),
+    "convert": (
+        ".convert",
+        "rewrite FP8 and 4-bit checkpoints as bf16 or FP8, file by file, on a CPU",
+    ),
 }
 """Module and purpose of each command. The module has `add_arguments(parser)` and `run(args) -> exit
 code`, and is imported only to run its command; `run` of `launch` takes the words."""

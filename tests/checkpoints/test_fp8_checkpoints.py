@@ -221,7 +221,7 @@ def test_unsupported_code_layers_are_refused_with_fix():
     quantized = with_fp8_linear(llama())
     quantized.model.layers[0].mlp.up_proj.weight_scale_inv = nn.Parameter(torch.ones(5, 5))
     with pytest.raises(
-        FP8BackendError, match=r"up_proj, FP8Linear.*\(5, 5\) do not go with.*FineGrainedFP8Config"
+        FP8BackendError, match=r"up_proj, FP8Linear.*\(5, 5\) hold no weight.*FineGrainedFP8Config"
     ):
         fp8_backends.checkpoints.dequantize(quantized)
     assert type(quantized.model.layers[0].self_attn.q_proj).__name__ == "FP8Linear", (

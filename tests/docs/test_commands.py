@@ -28,7 +28,7 @@ from widths import nightly_but
 from fp8_backends.accelerate_plugin.launch import Configuration, parse, recipe_fields
 from fp8_backends.recipes.fields import FIELDS
 from fp8_backends.recipes.handlers import FP8RecipeKwargs, resolve
-from fp8_backends.tools import advise, monitor
+from fp8_backends.tools import advise, convert, monitor
 from fp8_backends.tools.compare import command as compare
 from fp8_backends.tools.config import read
 from fp8_backends.tools.main import main
@@ -211,11 +211,13 @@ def parsed(name: str, command) -> list[argparse.Namespace]:
 
 
 def test_command_options_and_backends_exist():
-    compared, advised, (monitored,) = (
+    compared, advised, (monitored,), (converted,) = (
         parsed("compare", compare),
         parsed("advise", advise),
         parsed("monitor", monitor),
+        parsed("convert", convert),
     )
+    assert (converted.to, converted.check) == ("bf16", True)
     assert len(compared) >= 2 and len(advised) >= 2
     names = ",".join(filter(None, [*(c.backends for c in compared), *(a.backend for a in advised)]))
     assert all(map(resolve, names.split(",")))
