@@ -47,7 +47,9 @@ def engine_for(
     if device.type == "cuda":
         return EMULATED if has_e5m2 and scaling == "blockwise" else engine_of_gpu(scaling, device)
     if device.type == "cpu":
-        return exact_engine(out_dtype)
+        if out_dtype == torch.bfloat16 and hardware.cpu_bf16():
+            return BF16_EXACT
+        return FP32_EXACT
     return SCALED_MM if device.type == "meta" else EMULATED
 
 
@@ -60,11 +62,6 @@ def engine_of_gpu(scaling: str, device: torch.device) -> str:
         if not hardware.has_gpu() or hardware.gpu_multiplies(scaling, device)
         else EMULATED
     )
-
-
-def exact_engine(out_dtype: torch.dtype) -> str:
-    """Return the engine of a CPU for a result of this dtype."""
-    return BF16_EXACT if out_dtype == torch.bfloat16 and hardware.cpu_bf16() else FP32_EXACT
 
 
 engine_for = torch.compiler.assume_constant_result(engine_for)

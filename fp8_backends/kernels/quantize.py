@@ -84,7 +84,11 @@ def quantize(
     scale_inv = scale_inv_of(scale, amax)
     if stored_scale_inv is not None:
         scale = scale * stored_scale_inv  # exact, since the stored scale is a power of two
-    return Layouts(_cast(x, scale, fmt, in_parts), scale_inv, None, None, amax)
+    if in_parts:
+        codes = cpu_casts.cast(x, scale, fmt)
+    else:
+        codes = saturating_cast(x.float() * scale, fmt)
+    return Layouts(codes, scale_inv, None, None, amax)
 
 
 def quantize_blocks(
@@ -163,11 +167,7 @@ def _amax_of(
 
 def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Cast x [rows, columns] times a factor, saturating, to nearest: FP8, row-major."""
-    return _cast(x, factor, fmt, cpu_casts.serves(x))
-
-
-def _cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format, in_parts: bool) -> torch.Tensor:
-    if in_parts:
+    if cpu_casts.serves(x):
         return cpu_casts.cast(x, factor, fmt)
     return saturating_cast(x.float() * factor, fmt)
 

@@ -288,6 +288,11 @@ class ScaledStates:
             del self.state[p]
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.fp8_offload is not None:
+            raise FP8BackendError(
+                "a copy or a pickle of this optimizer would lose its states in the host "
+                '(offload="states"): make a new one, prepare it, and load this one\'s state_dict()'
+            )
         return {**super().__getstate__(), "fp8_states": self.fp8_states}
 
     def state_dict(self) -> dict[str, Any]:

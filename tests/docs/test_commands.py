@@ -307,5 +307,7 @@ def test_readme_has_one_line_that_installs_and_tests():
 def test_every_command_is_tested():
     known = "launch |torchrun |python train.py|python -m (pytest|sphinx|sglang)|python benchmarks/"
     known += "|python tests/compatibility/run.py "  # by CI
-    known += "|fp8-backends (config|doctor|estimate|compare|advise|examples|checkpoint|convert|monitor)"
+    known += (
+        "|fp8-backends (config|doctor|estimate|compare|advise|examples|checkpoint|convert|monitor)"
+    )
     assert [line for line in commands() if not re.search(known, line)] == []

@@ -360,3 +360,9 @@ def test_late_parameters_join():
         train(model, optimizer, range(2, 5))
     assert_same(ours, usual)
     assert len(parameters_of(ours[1])) == 7
+
+
+def test_copies_and_pickles_are_refused():
+    _, optimizer = prepared("O2", offload="states")
+    with pytest.raises(FP8BackendError, match="make a new one, prepare it, and load this one's"):
+        copy.deepcopy(optimizer)
