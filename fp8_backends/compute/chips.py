@@ -233,7 +233,7 @@ _OWN_CODES = _TORCHAO._replace(
     reason=f"{_TWICE_AS_FAST}, in codes of a kind of its own, which TorchAO uses; with torch.compile"
 )
 _PUBLISHED = _NATIVE._replace(
-    reason="LLMQ, in C++, publishes 1.16 to 1.6 times bf16's speed by this rule from 1.5 billion "
+    reason="LLMQ, in C++, publishes 1.2 to 1.6 times bf16's speed by this rule from 1.5 billion "
     "parameters on; with torch.compile; compare first (fp8-backends compare)",
     compare_first=True,
 )

@@ -1,6 +1,7 @@
 """Run the command `fp8-backends`, also `python -m fp8_backends`."""
 
 import argparse
+import contextlib
 import importlib
 import io
 import os
@@ -88,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if is_program else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=spelled.__name__)
+            # a file of the parent process that has become a pipe keeps its errors
+            with contextlib.suppress(OSError):
+                stream.reconfigure(errors=spelled.__name__)
     parser = _Parser(
         prog="fp8-backends",
         description="FP8 training backends by name for Hugging Face Accelerate.",
