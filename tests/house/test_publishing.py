@@ -169,7 +169,7 @@ def test_installed_wheel_trains_an_unchanged_script(wheel, tmp_path):
     (empty / "train.py").write_text(
         f"{script_without_recipe()}\nimport fp8_backends\nprint(fp8_backends.__file__)\n"
     )
-    (command,) = re.findall(r"^ {4}fp8-backends (launch .*)$", README, re.M)
+    (command,) = re.findall(r"^ {4}fp8-backends (launch --fp8_backend \S+ train.py)$", README, re.M)
     shown = run([str(site / "bin" / "fp8-backends"), *command.split()], empty, PYTHONPATH=str(site))
     assert re.search(r"^native:dynamic: 2/2 Linear, 100 % of weight FLOPs in FP8", shown, re.M)
     assert str(site / "fp8_backends") in shown

@@ -159,6 +159,9 @@ class MemoryTracker(TorchDispatchMode):
             set(),
             {BUFFERS},
         )
+        part = ACTIVATIONS
+        if not operands and isinstance(out, torch.Tensor) and out.dim() == 0:
+            part = BUFFERS  # a number, such as a scale of 1: codes of weights stay theirs
         if not from_weights:
             self._note_flow(
                 func,
@@ -169,7 +172,7 @@ class MemoryTracker(TorchDispatchMode):
         for tensor in tree_iter(out):
             has_memory = isinstance(tensor, torch.Tensor) and not tensor.is_meta
             if has_memory and tensor.untyped_storage()._cdata not in self._storages:
-                self._add(tensor, _copies(tensor) if from_weights else ACTIVATIONS)
+                self._add(tensor, _copies(tensor) if from_weights else part)
         if func._schema.name == "fsdp::split_with_sizes_copy":  # whole weights from FSDP2's message
             for tensor in kwargs["out"]:
                 self.assign(tensor, _copies(tensor))
