@@ -67,7 +67,7 @@ calls.clear()
 sys.setprofile(note)
 step(*trained)
 sys.setprofile(None)
-assert len(calls) <= 272, len(calls)
+assert len(calls) <= 262, len(calls)
 assert len(run) <= 38 and not {name for name in run if name.startswith(("comm/", "watch/"))}, run
 assert not loaded(), loaded()
 for name, fields in FEATURES.items():
