@@ -451,11 +451,11 @@ def auto_on(
     backend can run and honours the given fields."""
     if not chip.fp8:
         return Choice("native", "no FP8 products in hardware here; native has a GPU's casts")
-    recommended_one, *_ = advice_for(chip.gpu, te_runs).backend.split(":")
-    backend = next(filter(serves, (recommended_one, "native", "ao")), recommended_one)
-    if backend == recommended_one:
+    advised, *_ = advice_for(chip.gpu, te_runs).backend.split(":")
+    backend = next(filter(serves, (advised, "native", "ao")), advised)
+    if backend == advised:
         return Choice(backend, f"recommended for {chip.examples}")
-    return Choice(backend, f"{recommended_one} cannot run here, or does not read the given fields")
+    return Choice(backend, f"{advised} cannot run here, or does not read the given fields")
 
 
 def advice_for(

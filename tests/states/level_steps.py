@@ -86,3 +86,12 @@ def assert_equal_states(a, b) -> None:
 
 def parameters_of(optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def assert_same(ours: tuple, theirs: tuple) -> None:
+    """Assert equal weights and states of two (model, optimizer), to the bit."""
+    for (name, value), other in zip(
+        values_of(ours[0]).items(), values_of(theirs[0]).values(), strict=True
+    ):
+        assert torch.equal(value, other), name
+    assert_equal_states(ours[1], theirs[1])

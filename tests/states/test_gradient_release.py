@@ -8,6 +8,7 @@ import torch
 from level_steps import (
     LEVELS,
     assert_equal_states,
+    assert_same,
     batch,
     loss_of,
     mlp,
@@ -74,14 +75,6 @@ def train_with_a_scheduler(model, optimizer, seeds, released: bool) -> list[floa
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def assert_same(ours: tuple, theirs: tuple) -> None:
-    for (name, value), other in zip(
-        values_of(ours[0]).items(), values_of(theirs[0]).values(), strict=True
-    ):
-        assert torch.equal(value, other), name
-    assert_equal_states(ours[1], theirs[1])
 
 
 @pytest.mark.parametrize("level", LEVELS)

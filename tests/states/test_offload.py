@@ -15,13 +15,12 @@ import pytest
 import torch
 from level_steps import (
     LEVELS,
-    assert_equal_states,
+    assert_same,
     loss_of,
     mlp,
     parameters_of,
     prepared,
     train,
-    values_of,
 )
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -56,14 +55,6 @@ def fit(model, optimizer, steps=range(STEPS), microbatches=1, max_norm=None) -> 
         scheduler.step()
         optimizer.zero_grad()
     return losses
-
-
-def assert_same(ours: tuple, theirs: tuple) -> None:
-    for (name, value), other in zip(
-        values_of(ours[0]).items(), values_of(theirs[0]).values(), strict=True
-    ):
-        assert torch.equal(value, other), name
-    assert_equal_states(ours[1], theirs[1])
 
 
 def scaled(model: nn.Module) -> list[ScaledTensor]:

@@ -595,9 +595,6 @@ class Rank:
             if self.shares_states and STATES in parts:
                 parts[MASTER] /= ranks
                 parts[STATES] -= (1 - 1 / ranks) * sizes["scaled_states"]
-        if self.offloads and STATES in parts:
-            parts[STATES] -= sizes["scaled_states"] / self._owners
-            parts[MASTER] = 0.0
         elif self.sharding == "fsdp2":
             for part in parts.keys() & {WEIGHTS, MASTER, GRADIENTS, STATES}:
                 parts[part] /= ranks
@@ -610,6 +607,9 @@ class Rank:
                 parts[STATES] = 2 * parts[MASTER]
             if GRADIENTS in parts:
                 parts[GRADIENTS] /= 1 if self.sharding == "zero1" else ranks
+        if self.offloads and STATES in parts:
+            parts[STATES] -= sizes["scaled_states"] / self._owners
+            parts[MASTER] = 0.0
         return parts
 
     def _holds_in(self, region: str, parts: Bytes) -> Bytes:
