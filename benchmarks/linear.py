@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
 
 import torch
 from measuring import (
@@ -60,42 +61,65 @@ def torchao_layer(model: nn.Module) -> None:
     convert_to_float8_training(model)
 
 
-def layer_step(backend: str, form: str, shape: tuple[int, int, int], name: str, device: str):
+class LayerStep:
     """Forward and backward of one layer without bias in the dtype of this name."""
-    import fp8_backends
 
-    (tokens, n_in, n_out), dtype = shape, DTYPES[name]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(n_in, n_out, bias=False, dtype=dtype, device=device))
-    if backend == "torchao":
-        torchao_layer(model)
-    elif backend != name:
-        fp8_backends.prepare(model, None, backend)
-    run = (
-        torch.compile(model, fullgraph=not backend.startswith("te"))
-        if form == "compiled"
-        else model
-    )
-    x = torch.randn(tokens, n_in, dtype=dtype, device=device, requires_grad=True)
-    dy = torch.randn(tokens, n_out, dtype=dtype, device=device)
+    def __init__(
+        self, backend: str, form: str, shape: tuple[int, int, int], name: str, device: str
+    ) -> None:
+        import fp8_backends
 
-    def step():
-        run(x).backward(dy)
-        x.grad = model[0].weight.grad = None
+        (tokens, n_in, n_out), dtype = shape, DTYPES[name]
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(n_in, n_out, bias=False, dtype=dtype, device=device))
+        if backend == "torchao":
+            torchao_layer(model)
+        elif backend != name:
+            fp8_backends.prepare(model, None, backend)
+        self.layer = model[0]
+        self.steps = 0
+        self.is_compiled = form == "compiled"
+        self.compiled_steps = 0
+        self.run = model
+        if self.is_compiled:
+            self.run = torch.compile(model, fullgraph=True, backend=self._counted)
+        self.x = torch.randn(tokens, n_in, dtype=dtype, device=device, requires_grad=True)
+        self.dy = torch.randn(tokens, n_out, dtype=dtype, device=device)
 
-    return step
+    def __call__(self) -> None:
+        self.steps += 1
+        self.run(self.x).backward(self.dy)
+        self.x.grad = self.layer.weight.grad = None
+
+    def _counted(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        from torch._inductor.compile_fx import compile_fx
+
+        code = compile_fx(graph, inputs)
+
+        def run(*arguments):
+            self.compiled_steps += 1
+            return code(*arguments)
+
+        return run
+
+    def check(self) -> bool:
+        """Return True. Raises if a step of a compiled layer ran eagerly: Dynamo skips a frame
+        without a word."""
+        if self.is_compiled and self.compiled_steps < self.steps:
+            raise RuntimeError(f"{self.compiled_steps} of {self.steps} steps ran compiled code")
+        return True
 
 
-def first_step(*of):
+def first_step(*of) -> LayerStep:
     """The step, once it has run."""
-    step = layer_step(*of)
+    step = LayerStep(*of)
     step()
     return step
 
 
 def only_step(*of) -> list[float]:
     """Return the seconds of the first step, for code that would take another minute each round."""
-    return interleaved({"": layer_step(*of)}, runs=1, warmup=0)[""]
+    return interleaved({"": LayerStep(*of)}, runs=1, warmup=0)[""]
 
 
 def compared(own: list[float], other: list[float]) -> dict:
@@ -125,9 +149,11 @@ def measure(
                 steps[backend, form] = attempt(f"{backend}, {form}", first_step, *of)
             elif form == "eager":
                 seconds[backend, form] = only_step(*of)
-    seconds |= interleaved(
-        {key: step for key, step in steps.items() if step}, arguments.runs, calls=arguments.calls
-    )
+    steps = {key: step for key, step in steps.items() if step}
+    timed = interleaved(steps, arguments.runs, calls=arguments.calls)
+    for (backend, form), step in steps.items():
+        if attempt(f"{backend}, {form}", step.check):
+            seconds[backend, form] = timed[backend, form]
     references = {"to_plain": name, "to_dynamic": "native:dynamic", "to_torchao": arguments.peer}
     results = []
     for backend, form in seconds:

@@ -168,7 +168,7 @@ def best_linear(backend: str) -> Callable[[Records], float]:
         results = [
             r
             for name in ("linear_eager_gpu", "linear_compiled_gpu")
-            for r in records[name]["results"]
+            for r in records.get(name, {"results": []})["results"]
         ]
         rates = [each["tflops"] * 1e12 for each in results if each["backend"] == backend]
         if not rates:

@@ -124,7 +124,7 @@ part speed 100 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequen
 part speed 20 "$python" "$here/gpu/quantize.py" $(on "" "--runs 2") --json "$out/quantize_gpu.json"
 part speed 35 "$python" "$here/optimizer.py" $(on "" "--elements 65536 --runs 2 --levels O1;O2;O4") --json "$out/optimizer_gpu.json"
 part speed 55 "$python" "$here/linear.py" $(on "--shapes llama --runs 9" "--runs 2 --shapes tiny") --backends $(on te:delayed,te:dynamic,$layers $layers) --json "$out/linear_eager_gpu.json"
-part speed 45 "$python" "$here/linear.py" --forms $(on compiled "${FORMS:-compiled}") $(on "--shapes llama-gates" "--runs 2 --shapes tiny") --backends $(on te:delayed,$layers $layers) --json "$out/linear_compiled_gpu.json"
+part speed 45 "$python" "$here/linear.py" --forms $(on compiled "${FORMS:-compiled}") $(on "--shapes llama-gates" "--runs 2 --shapes tiny") --backends $layers --json "$out/linear_compiled_gpu.json"
 deadline=$((SECONDS + 20)) # whatever was cut off, what there is is told
 part speed 10 "$python" "$here/targets.py" --on gpu "$out"
 
