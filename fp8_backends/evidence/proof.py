@@ -1,8 +1,7 @@
 """Prove at the first optimizer step that FP8 ran.
 
-Backends with counters report their products. For others (`ao`), a profile of the first training
-step counts them. If any of it is compiled, or another profiler is active or announced
-(`profiler_elsewhere`), a later step is profiled, from optimizer step to optimizer step.
+Backends with counters report their products. For others (`ao`), a profile of a training step
+counts them (`step_profile.py`).
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from .. import words
 from ..announcement import announce, logger
-from ..compute.counts import DGRAD, KINDS, WGRAD
-from ..compute.refusals import refuse_transforms
+from ..compute.counts import KINDS, WGRAD
 from ..convert import conversion
 from ..convert.conversion import Prepared
 from ..convert.weight_products import CONVOLUTION, COUNTED, LINEARS
@@ -31,7 +30,6 @@ from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import EagerHook, is_traced, plain_name
 from ..torch_tools.optimizers import parameter_ids, unwrapped
 from .auditing import Flops, count_flops, count_products, stored_dtype
-from .profiling import Layer, ProductProfile, foreign_profiler_runs, give_way
 
 _BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
 """Nouns for kinds without an FP8 product. Others, such as `FP8Linear of transformers`, keep their
@@ -63,16 +61,18 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
 def profiler_elsewhere(models: Iterable[nn.Module]) -> Iterator[None]:
     """Delay the proof of these models while other code profiles, now or later: PyTorch has one
     profiler."""
-    waiting = _first_steps(models)
-    for first_step in waiting:
-        first_step.waits += 1
-        first_step.begin_anew()
+    from .profiling import give_way  # only for code that profiles
+
+    profiles = [step.profile for step in _first_steps(models) if step.profile is not None]
+    for profile in profiles:
+        profile.waits += 1
+        profile.begin_anew()
     give_way()  # another model's
     try:
         yield
     finally:
-        for first_step in waiting:
-            first_step.waits -= 1
+        for profile in profiles:
+            profile.waits -= 1
 
 
 def begin_anew(models: Iterable[nn.Module]) -> None:
@@ -95,29 +95,22 @@ class FirstStep:
         self.roots = roots
         self.compute = roots[0][2].compute
         """The common backend of these models."""
-        self.layers: list[Layer] = []
-        """The converted layers, if their backend has no counters."""
-        for _, root, prepared in roots:
-            high = self.compute.high_precision_products(prepared.recipe)
-            kinds = tuple(kind for kind in (DGRAD, WGRAD) if kind not in high)
-            self.layers += [
-                Layer(name, layer, kinds, prepared.profiled)
-                for name, layer in self.compute.converted_layers(root).items()
-                if self.compute.products(layer) is None
-            ]
-        self.profile: ProductProfile | None = None
-        self.began: nn.Module | None = None
-        """Root whose forward began the profile, with its layers' gradients at that time."""
-        self.gradients: list = []
-        self.overlapping = False
-        """True if a forward began before the last one's backward: gradients may be an earlier
-        forward's."""
+        self.profile: Any = None
+        """The `StepProfile` of a backend without counters."""
+        uncounted = [
+            (name, layer, prepared)
+            for _, root, prepared in roots
+            for name, layer in self.compute.converted_layers(root).items()
+            if self.compute.products(layer) is None
+        ]
+        if uncounted:
+            from .step_profile import StepProfile  # only for such a backend
+
+            self.profile = StepProfile(self.compute, uncounted)
         self.forward_seen = False
         self.steps = 0
         self.step_is_due = False
         """True after a step inside backward, until the next forward looks at it."""
-        self.waits = 0
-        """Number of running blocks of code with their own profiler."""
         self.hooked: set[nn.Module] = set()
         """Roots with a hook on the end of their forward: one training forward has begun."""
         self.hooks: list = []
@@ -152,31 +145,8 @@ class FirstStep:
                 self.hooks.append(
                     root.register_forward_hook(EagerHook(self._after_forward), always_call=True)
                 )
-        if not self.layers or not torch.is_grad_enabled() or inside_backward():
-            return
-        if self.profile is not None and not self.profile.runs_here:
-            return  # complete, interrupted, or another thread's: `after_step` decides
-        for layer in self.layers:
-            refuse_transforms(layer.module.weight)
-        grads = [layer.module.weight.grad for layer in self.layers]
-        # changes as each arrives
-        gradients = [None if grad is None else (id(grad), grad._version) for grad in grads]
-        if self.began is root:
-            arrived = [
-                new is not None and new != old
-                for new, old in zip(gradients, self.gradients, strict=True)
-            ]
-            self.overlapping |= not any(arrived)
-            if all(arrived) and not self.overlapping:
-                self.profile.stop()  # the first of several microbatches is enough
-            elif all(arrived) or not any(arrived):
-                self.profile.restart()  # no backward: no training, or a pipeline runs it later
-                self.gradients = gradients
-            return
-        if self.profile is None:
-            self._start_profile(begun=root)
-        if self.profile is not None and self.began is None:
-            self.began, self.gradients = root, gradients
+        if self.profile is not None and torch.is_grad_enabled() and not inside_backward():
+            self.profile.before_forward(root)
 
     def _after_forward(self, root: nn.Module, args, output: object) -> None:
         if output is None and sys.exc_info()[0] is not None:  # the forward raised
@@ -184,9 +154,8 @@ class FirstStep:
 
     def begin_anew(self) -> None:
         """Abandon an incomplete profile. The next training forward starts another."""
-        if self.profile is not None and not self.profile.complete:
-            self.profile.abandon()
-            self.profile = self.began = None
+        if self.profile is not None:
+            self.profile.begin_anew()
 
     def forget_step(self) -> None:
         """Drop the profile and measurements of an interrupted step."""
@@ -208,14 +177,12 @@ class FirstStep:
             prepared.observed.gradient_dtypes |= {
                 n: stored_dtype(p.grad) for n, p in named if p.grad is not None
             }
-        runs_elsewhere = (
-            self.profile is not None and self.profile.running and not self.profile.runs_here
-        )
+        runs_elsewhere = self.profile is not None and self.profile.runs_elsewhere
         was_due, self.step_is_due = self.step_is_due, runs_elsewhere or inside_backward()
         # Inside a backward, gradients of other layers are still to come, and autograd restarts a
         # profiler stopped there. Nor can a thread stop another thread's. A compiled forward does
         # not run hooks.
-        if not self.step_is_due or (was_due and not self.layers):
+        if not self.step_is_due or (was_due and self.profile is None):
             self._look_at_step()
 
     def _look_at_step(self) -> None:
@@ -225,18 +192,7 @@ class FirstStep:
         if all(prepared.observed.proven for _, _, prepared in self.roots):
             self._finish()  # by another optimizer's step
             return
-        if self.profile is not None and self.profile.running:
-            self.profile.stop()
-        if self.layers and (self.profile is None or not self.profile.complete):
-            self.profile = self.began = None
-            if (
-                not self._start_profile()
-                and self.steps == 1
-                and (self.waits or foreign_profiler_runs())
-            ):
-                logger.warning(
-                    "another profiler is active: the proof that FP8 runs waits until it has stopped"
-                )
+        if self.profile is not None and not self.profile.completes(self.steps == 1):
             return
         counts = [count_products(root, prepared) for _, root, prepared in self.roots]
         # a step before any forward only sets up optimizer states; compiled forwards are not seen
@@ -245,20 +201,10 @@ class FirstStep:
             return
         self._finish()
 
-    def _start_profile(self, begun: nn.Module | None = None) -> bool:
-        """Start a profile, and return True if it runs. One begun by a root's forward may contain
-        compilation."""
-        if self.waits:
-            return False
-        profile = ProductProfile(self.layers)
-        if profile.start(begun):
-            self.profile = profile
-        return self.profile is not None
-
     def _finish(self) -> None:
         roots, self.roots = self.roots, []
         by_shape = self.profile is not None and self.profile.by_shape
-        self.layers, self.profile, self.began, self.gradients = [], None, None, []
+        self.profile = None
         self.hooked.clear()
         # else the hook is compiled into the model, without effect: removing it would recompile
         if self.forward_seen:

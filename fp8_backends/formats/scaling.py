@@ -359,7 +359,7 @@ def _rolled_window(rows: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 DYNAMIC, POWER_OF_TWO, JUST_IN_TIME = "dynamic", "power_of_two", "window"
 """How kernels choose a scale from an amax: `scale_from_amax`, `power_of_two_scale`,
-`window_scale`."""
+`window_scale`. Only the first leaves NaN out of the amax."""
 
 
 class Rule:
@@ -382,8 +382,6 @@ class Rule:
     gets a new scale in each."""
     records_weight = True
     """False if a weight's amax does not enter the state."""
-    keeps_nan = False
-    """True if a NaN counts in an amax, and stays in the state for the end of the step."""
     warm_from = 1
     """Number of rolls after which the state's scale is used."""
 
@@ -391,6 +389,12 @@ class Rule:
     def serves_both_products(self) -> bool:
         """Return True if fprop and dgrad read the same codes of a weight."""
         return self.weight_blocks is None or self.weight_blocks is SQUARES
+
+    @property
+    def keeps_nan(self) -> bool:
+        """Return True if a NaN counts in an amax, and stays in the state for the end of the step.
+        Kernels know it by `from_amax`, too."""
+        return self.from_amax(INPUT) != DYNAMIC
 
     @property
     def multiple(self) -> int:
@@ -463,7 +467,6 @@ class Window(Rule):
     name = "window"
     state_name = "fp8_window"
     records_weight = False
-    keeps_nan = True
     warm_from = WINDOW
 
     def new_state(self, history_len, device=None):

@@ -35,7 +35,7 @@ def quantize(
     rows: bool = True,
     columns: bool = True,
     *,
-    rule: str = DYNAMIC,
+    how: str = DYNAMIC,
     window_state: torch.Tensor | None = None,
     stored_scale_inv: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
@@ -46,9 +46,9 @@ def quantize(
     Args:
         x: [rows, columns], bf16, fp16 or FP32, any strides.
         fmt: E4M3 or E5M2.
-        scale: FP32, 0-dim; None: derived from the amax by `rule`.
+        scale: FP32, 0-dim; None: derived from the amax as `how` says.
         rows, columns: requested layouts: `codes`, `transposed`.
-        rule: only DYNAMIC leaves NaN out of the amax.
+        how: DYNAMIC, POWER_OF_TWO or JUST_IN_TIME. Only DYNAMIC leaves NaN out of the amax.
         window_state: int32 [2 + WINDOW], the tensor's row of a window state; for JUST_IN_TIME. Read only.
         stored_scale_inv: FP32, 0-dim, a power of two: scale and amax refer to `x *
             stored_scale_inv`, without a copy.
@@ -61,13 +61,13 @@ def quantize(
 
         return triton_matrix.quantize(
             *(x, fmt, scale, rows, columns),
-            rule=rule,
+            how=how,
             window_state=window_state,
             stored_scale_inv=stored_scale_inv,
             record=record,
             amax=amax,
         )
-    keep_nan, in_parts = rule != DYNAMIC, cpu_casts.serves(x)
+    keep_nan, in_parts = how != DYNAMIC, cpu_casts.serves(x)
     if amax is None:
         amax = _amax_of(x, keep_nan, scale is not None, in_parts)
     if stored_scale_inv is not None:
@@ -75,9 +75,9 @@ def quantize(
     if record is not None:
         recorded = record.view(torch.float32)
         recorded.copy_((torch.maximum if keep_nan else torch.fmax)(recorded, amax))
-    if scale is None and rule == DYNAMIC:
+    if scale is None and how == DYNAMIC:
         scale = scale_from_amax(amax, fmt)
-    elif scale is None and rule == POWER_OF_TWO:
+    elif scale is None and how == POWER_OF_TWO:
         scale = power_of_two_scale(amax, fmt)
     elif scale is None:
         scale = window_scale(window_state.unsqueeze(0), 0, amax, fmt)

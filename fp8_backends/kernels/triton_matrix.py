@@ -78,7 +78,7 @@ def quantize(
     rows: bool = True,
     columns: bool = True,
     *,
-    rule: str = DYNAMIC,
+    how: str = DYNAMIC,
     window_state: torch.Tensor | None = None,
     stored_scale_inv: torch.Tensor | None = None,
     record: torch.Tensor | None = None,
@@ -89,7 +89,7 @@ def quantize(
     a stride of 1."""
     matrix, turned = row_major(x)
     rows, columns = (columns, rows) if turned else (rows, columns)
-    keep_nan, partials, programs = rule != DYNAMIC, None, 0
+    keep_nan, partials, programs = how != DYNAMIC, None, 0
     codes, transposed = empty_codes(matrix, rows, columns)
     with devices.on_device_of(matrix):
         if scale is None:
@@ -100,9 +100,9 @@ def quantize(
             )
             programs = partials.numel()
         scale_inv, own_amax = _zeroed_result(matrix)
-        given, rule = (window_state, rule) if scale is None else (scale, "given")
+        given, how = (window_state, how) if scale is None else (scale, "given")
         pointers = matrix, codes, transposed, scale_inv, given, partials, record, stored_scale_inv
-        arguments = *pointers, programs, *matrix.shape, matrix.stride(0), rule, keep_nan
+        arguments = *pointers, programs, *matrix.shape, matrix.stride(0), how, keep_nan
         grid = (max(tiles_of(matrix, tile), 1),)  # an empty matrix has a scale, too
         cast_kernel[grid](*arguments, **casting(matrix, fmt), **tiling(tile))
     return layouts(codes, scale_inv, transposed, scale_inv, fmt, turned, own_amax)

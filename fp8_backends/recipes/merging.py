@@ -116,7 +116,17 @@ def _without_file(source: Source) -> list[Source]:
 
 def _asked_backend(sources: Sequence[Source]) -> tuple[BackendName, dict[str, str | None]]:
     """Merge the naming fields, and return the places of scaling and level. The strongest backend
-    string counts alone; stronger fields override its parts, weaker ones only complete it."""
+    string counts alone. Its part (scaling or level) and the strongest field of this part:
+
+        place of the field     the string has the part    the part of the result
+        stronger               yes, or no                 the field's
+        the string's own       yes                        both: another value is an error
+        weaker                 yes                        the string's
+        the same, or weaker    no                         the field's
+
+    A level from a place that only fills in selects nothing without `msamp` in the string: an error.
+    A default (`idle`) gives way without one.
+    """
     at = _strongest(sources, "backend")
     name = BackendName(AUTO)
     places: dict[str, str | None] = {}

@@ -122,7 +122,7 @@ def _fused_cast(
     not change the rounding."""
     matrix = values.reshape(-1, values.shape[-1])
     layouts = quantization.quantize(
-        matrix, fmt, columns=False, rule=POWER_OF_TWO, stored_scale_inv=stored_scale_inv
+        matrix, fmt, columns=False, how=POWER_OF_TWO, stored_scale_inv=stored_scale_inv
     )
     return layouts.codes.view(values.shape), layouts.scale_inv
 

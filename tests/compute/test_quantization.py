@@ -132,11 +132,11 @@ def rule_and_scale(rule, x, fmt):
     if rule == DYNAMIC:
         return {}, scale_from_amax(amax, fmt), amax
     if rule == POWER_OF_TWO:
-        return {"rule": rule}, power_of_two_scale(amax, fmt), amax
+        return {"how": rule}, power_of_two_scale(amax, fmt), amax
     state = new_window_state()
     state[INPUT, ROLLS] = scaling.WINDOW - 1 + (x.shape[0] % 2)
     return (
-        {"rule": JUST_IN_TIME, "window_state": state[INPUT]},
+        {"how": JUST_IN_TIME, "window_state": state[INPUT]},
         window_scale(state, INPUT, amax, fmt),
         amax,
     )
@@ -170,7 +170,7 @@ def test_a_cast_records_the_amax_in_a_state(compiled, rule):
     state, expected = scaling.new_delayed_state(3), scaling.new_delayed_state(3)
     for kind in ("normal", "zero", "nan", "subnormal", "inf"):
         x = matrix(3, 85, torch.bfloat16, kind)
-        made = quantize(x, E4M3, rule=rule, record=state[INPUT, scaling.HISTORY])
+        made = quantize(x, E4M3, how=rule, record=state[INPUT, scaling.HISTORY])
         scaling.record_amax(expected, INPUT, made.amax, keep_nan)
         assert same(state.view(torch.float32), expected.view(torch.float32))
     assert (made.amax == torch.inf).all()
@@ -185,7 +185,7 @@ def test_stored_data_are_cast_from_their_values(dtype):
         (DYNAMIC, scale_from_amax(amax, E4M3)),
         (POWER_OF_TWO, power_of_two_scale(amax, E4M3)),
     ):
-        made = quantization.quantize(data, E4M3, rule=rule, stored_scale_inv=stored)
+        made = quantization.quantize(data, E4M3, how=rule, stored_scale_inv=stored)
         expected = Quantized(saturating_cast(values * scale, E4M3), scale_inv_of(scale, amax))
         assert (
             same(made.amax, amax)
@@ -193,7 +193,7 @@ def test_stored_data_are_cast_from_their_values(dtype):
             and same(made.scale_inv, expected.scale_inv)
         )
         known = quantization.quantize(
-            data, E4M3, rule=rule, stored_scale_inv=stored, amax=tensor_amax(data)
+            data, E4M3, how=rule, stored_scale_inv=stored, amax=tensor_amax(data)
         )
         assert same(known.codes, made.codes) and same(known.scale_inv, made.scale_inv)
     for blocks in (ROWS, VECTORS, SQUARES, MX):

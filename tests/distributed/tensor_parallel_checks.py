@@ -160,7 +160,7 @@ def check_codes_of_parts_match_whole_weight() -> None:
     x = normal(*spans) * torch.logspace(-3, 3, 256)[:, None] * torch.logspace(2, -2, 128)
     # the delayed scale is in the state
     for scaling, dim in itertools.product(sorted({*RULES} - {"delayed"}), (0, 1)):
-        rule = layer_rule.LayerRule(RULES[scaling], E4M3, E4M3, (False,) * 3, False)
+        rule = layer_rule.LayerRule(RULES[scaling], E4M3, E4M3, layer_rule.HighPrecision(), False)
         split, rank = Split(dim, group), dist.get_rank()
         if rule.scales.cuts_contraction and spans[dim] % 256:
             continue  # a block would span two ranks

@@ -14,6 +14,7 @@ import fp8_backends
 from fp8_backends.compute import chips, hardware, registry
 from fp8_backends.compute.hardware import Availability
 from fp8_backends.compute.native.backend import NativeCompute
+from fp8_backends.compute.native.layer_rule import HighPrecision
 from fp8_backends.tools import doctor, self_test
 from fp8_backends.tools.main import main
 
@@ -99,7 +100,9 @@ def test_wrong_products_are_not_proven(monkeypatch):
 def test_missing_products_are_named(monkeypatch):
     def build(self, linear, recipe, shared):
         carrier = NativeCompute.build(self, linear, recipe, shared)
-        carrier.set_rule(carrier.fp8_rule._replace(high_precision=(False, True, False)), shared, 1)
+        carrier.set_rule(
+            carrier.fp8_rule._replace(high_precision=HighPrecision(dgrad=True)), shared, 1
+        )
         return carrier
 
     faulty(monkeypatch, build=build)

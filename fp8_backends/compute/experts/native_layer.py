@@ -33,9 +33,7 @@ from ..interface import Recipe
 from ..native.backend import layer_rule
 from ..native.gathered_weights import WeightCodes, exponents
 from ..native.layer_rule import (
-    DGRAD,
-    FPROP,
-    WGRAD,
+    HighPrecision,
     LayerRule,
     Stored,
     parallel,
@@ -63,7 +61,7 @@ from .grouped_products import (
     plain_wgrad,
 )
 
-_PLAIN = LayerRule(RULES["dynamic"], E4M3, E4M3, (True, True, True), True)
+_PLAIN = LayerRule(RULES["dynamic"], E4M3, E4M3, HighPrecision(True, True, True), True)
 """The rule of an unconverted weight beside a converted one."""
 
 
@@ -275,7 +273,7 @@ class GroupedFunction(torch.autograd.Function):
         saved_for_wgrad = (x, None) if needs_wgrad else ()
         saved_for_dgrad = ()
         x8 = _quantized_input(call, x, groups, needs_wgrad)
-        if rule.high_precision[FPROP]:
+        if rule.high_precision.fprop:
             matrices = _oriented(stored.values(out_dtype), call.transposed)
             y = plain_product(x.to(out_dtype), matrices, groups)
         else:
@@ -289,8 +287,8 @@ class GroupedFunction(torch.autograd.Function):
         if call.ledger is not None:
             _record(call, INPUT, amaxes[0])
             _record(call, WEIGHT, amaxes[1])
-            call.ledger.forward(rule, not rule.high_precision[FPROP], *amaxes)
-        if needs_wgrad and not rule.high_precision[WGRAD]:
+            call.ledger.forward(rule, not rule.high_precision.fprop, *amaxes)
+        if needs_wgrad and not rule.high_precision.wgrad:
             saved_for_wgrad = x8.along_rows()
         if needs_dgrad:
             saved_for_dgrad = call.kind.saved(weight, stored, rule, w8)
@@ -306,8 +304,8 @@ class GroupedFunction(torch.autograd.Function):
         call, groups, saved = ctx.call, Groups(*saved[:6]), saved[6:]
         rule = call.rule
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
-        fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
-        fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
+        fp8_dgrad = needs_dgrad and not rule.high_precision.dgrad
+        fp8_wgrad = needs_wgrad and not rule.high_precision.wgrad
         dx = dw = dy8 = None
         if fp8_dgrad or fp8_wgrad:
             dy8 = _quantized(call, dy, groups, GRAD_OUTPUT, fp8_dgrad, fp8_wgrad)
@@ -340,7 +338,7 @@ def quantized_weight(
     """Quantize a weight [experts, out, in], or [experts, in, out] if `transposed`, for fprop, and
     for dgrad if the same codes serve. Empty layouts if no product reads them. `state`: of the
     delayed rule, read-only."""
-    rows, columns = not rule.high_precision[FPROP], for_dgrad and not rule.dgrad_reads_weight
+    rows, columns = not rule.high_precision.fprop, for_dgrad and not rule.dgrad_reads_weight
     return (
         oriented_layouts(rule, cut, stored, transposed, state, rows, columns)
         if rows or columns
@@ -428,7 +426,7 @@ def _dgrad(call: Call, dy, dy8: Layouts, weight: Stored, groups) -> torch.Tensor
     """Return dx [rows, in] from dy [rows, out] and the stored weight, or codes of w.T [experts, in,
     out]."""
     rule, transposed = call.rule, call.transposed
-    if rule.high_precision[DGRAD]:
+    if rule.high_precision.dgrad:
         return plain_product(dy, _oriented(weight.values(dy.dtype), not transposed), groups)
     w8 = Quantized(*weight)
     if call.kind.is_gathered:
@@ -441,7 +439,7 @@ def _dgrad(call: Call, dy, dy8: Layouts, weight: Stored, groups) -> torch.Tensor
 def _wgrad(call: Call, dy, dy8: Layouts, x: Quantized, groups) -> torch.Tensor:
     """Return dw in the weight's layout from dy [rows, out] and x [rows, in], or codes of x.T."""
     rule = call.rule
-    if rule.high_precision[WGRAD]:
+    if rule.high_precision.wgrad:
         operands = dy, x.codes.to(dy.dtype)
         return plain_wgrad(*(reversed(operands) if call.transposed else operands), groups)
     operands = (x, dy8.along_rows()) if call.transposed else (dy8.along_rows(), x)

@@ -36,7 +36,7 @@ from ..hardware import Availability
 from ..interface import Compute, Recipe, check_saved_states
 from ..products import EMULATED, engine_for
 from ..refusals import refuse_cut_since, refuse_transforms
-from .layer_rule import FROZEN, LayerRule, parallel
+from .layer_rule import FROZEN, HighPrecision, LayerRule, parallel
 from .linear import FP8Linear, FP8Products
 from .scaling_states import KeepsLedger, Ledger, SharedCodes, with_noted_amaxes
 from .weights import kind_of, read
@@ -102,7 +102,7 @@ class NativeCompute(Compute):
 
     def switch(self, layer: KeepsLedger, recipe: Recipe | None) -> None:
         rule = (
-            layer.fp8_rule._replace(high_precision=(True, True, True))
+            layer.fp8_rule._replace(high_precision=HighPrecision(True, True, True))
             if recipe is None
             else layer_rule(recipe)
         )
@@ -375,7 +375,7 @@ def layer_rule(recipe: Recipe) -> LayerRule:
         RULES[recipe.scaling],
         forward,
         dgrad,
-        tuple(recipe.override_linear_precision),
+        HighPrecision(*recipe.override_linear_precision),
         bool(recipe.use_autocast_during_eval),
         "stored" if recipe.fp8_params else "",
         recipe.activation_comm == "fp8",

@@ -5,20 +5,24 @@ from __future__ import annotations
 import torch
 
 from ...formats import scaling
-from ...formats.scaling import WEIGHT
+from ...formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import is_distributed
 from ...tensors.statistics import Cast, in_blocks
-from .layer_rule import READERS, Stored
+from ..counts import DGRAD, FPROP, WGRAD
+from .layer_rule import Stored
 from .scaling_states import KeepsLedger
 from .weights import read
+
+READERS = {INPUT: (FPROP, WGRAD), WEIGHT: (FPROP, DGRAD), GRAD_OUTPUT: (DGRAD, WGRAD)}
+"""The products of each operand: the first contracts its columns, the second its rows."""
 
 
 def cast_of(layer: KeepsLedger, tensor: int, values: torch.Tensor) -> Cast | None:
     """Describe the cast for the tensor's first product; None for a sharded weight, or one stored
     only in FP8."""
     rule = layer.fp8_rule
-    readers = [product for product in READERS[tensor] if not rule.high_precision[product]]
+    readers = [product for product in READERS[tensor] if not getattr(rule.high_precision, product)]
     if not rule.runs_in_fp8(layer.training) or not readers:
         return None
     fmt = rule.format_of(tensor, readers[0])

@@ -13,7 +13,6 @@ from torch import nn
 from ...formats.formats import Format
 from ...formats.scaling import (
     GRAD_OUTPUT,
-    INPUT,
     JUST_IN_TIME,
     ROWS,
     SQUARES,
@@ -27,12 +26,9 @@ from ...kernels.layouts import Layouts
 from ...tensors.block_codes import BlockCodes
 from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import agreed_over, is_distributed
-from ..counts import KINDS
+from ..counts import DGRAD, KINDS, WGRAD
 from ..products import block_scaled_product, scaled_product
 from ..refusals import is_parallel
-
-FPROP, DGRAD, WGRAD = range(3)
-"""Indices into `LayerRule.high_precision`."""
 
 
 def _at_first_use(function: str) -> Callable[..., Any]:
@@ -92,14 +88,21 @@ def fp8_product(
     return block_scaled_product(a, blocks, b, b_blocks, out_dtype)
 
 
+class HighPrecision(NamedTuple):
+    """The products kept in high precision (`override_linear_precision`)."""
+
+    fprop: bool = False
+    dgrad: bool = False
+    wgrad: bool = False
+
+
 class LayerRule(NamedTuple):
     """The rule of all layers of a prepared model. Plain values, constants to `torch.compile`."""
 
     scales: Rule
     forward_format: Format
     gradient_format: Format
-    high_precision: tuple[bool, bool, bool]
-    """fprop, dgrad, wgrad kept in high precision (`override_linear_precision`)."""
+    high_precision: HighPrecision
     fp8_in_eval: bool
     frozen_weight: str = ""
     """Storage of a frozen weight: "stored" as FP8 (`fp8_params`), or "from" 4-bit codes of a
@@ -116,7 +119,7 @@ class LayerRule(NamedTuple):
         (`schedule`)."""
         return (training or self.fp8_in_eval) and not all(self.high_precision)
 
-    def format_of(self, tensor: int, product: int) -> Format:
+    def format_of(self, tensor: int, product: str) -> Format:
         """Return the format of a tensor's codes for a product."""
         if tensor != GRAD_OUTPUT:
             return self.forward_format
@@ -144,7 +147,7 @@ class LayerRule(NamedTuple):
     def dgrad_reads_weight(self) -> bool:
         """Return True if dgrad reads the weight as it is stored, not codes of w.T made in
         forward."""
-        return self.high_precision[DGRAD] or self.scales.blocks is not None
+        return self.high_precision.dgrad or self.scales.blocks is not None
 
     def __repr__(self) -> str:
         i, go = self.forward_format.name, self.gradient_format.name
@@ -190,16 +193,12 @@ def quantized(
         scale,
         rows,
         columns,
-        rule=how,
+        how=how,
         window_state=state.select(0, tensor) if how == JUST_IN_TIME else None,
         stored_scale_inv=stored_scale_inv,
         record=record,
         amax=amax,
     )
-
-
-READERS = {INPUT: (FPROP, WGRAD), WEIGHT: (FPROP, DGRAD), GRAD_OUTPUT: (DGRAD, WGRAD)}
-"""The products of each operand: the first contracts its columns, the second its rows."""
 
 
 def quantized_gradient(
@@ -213,7 +212,7 @@ def quantized_gradient(
 ) -> Layouts:
     """Quantize an output's gradient [tokens, out] for its products, twice for two formats."""
 
-    def cast(product: int, rows: bool, columns: bool) -> Layouts:
+    def cast(product: str, rows: bool, columns: bool) -> Layouts:
         fmt = rule.format_of(GRAD_OUTPUT, product)
         return quantized(dy, fmt, rule, state, GRAD_OUTPUT, rows, columns, record, split)
 
@@ -349,7 +348,7 @@ class PlainWeight:
         layer's state, if it keeps the amax; `amax`: FP32, if known without a pass."""
         rule: LayerRule = layer.fp8_rule
         # kept codes serve all later forwards
-        columns = (for_dgrad or layer.fp8_shared.keeps_weights) and not rule.high_precision[DGRAD]
+        columns = (for_dgrad or layer.fp8_shared.keeps_weights) and not rule.high_precision.dgrad
         newest = layer.fp8_ledger.newest(rule, recorded, WEIGHT)
 
         def cast() -> Layouts:

@@ -1,4 +1,13 @@
-"""Define `FP8Linear`, a layer of `native`, and the autograd function of its products."""
+"""Define `FP8Linear`, a layer of `native`, and the autograd function of its products.
+
+A plain weight on one rank, by a rule without state:
+
+    forward     x8, w8 = quantized(x), quantized(w)     y  = x8.along_columns() @ w8.along_columns().T
+    backward    dy8    = quantized(dy)                  dx = dy8.along_columns() @ w8.along_rows().T
+                                                        dw = dy8.along_rows() @ x8.along_rows().T
+
+All else serves others: a weight cut over ranks (`cut`, `split`), of another kind, or with a state.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,11 +35,8 @@ from ..refusals import (
     refuse_width,
 )
 from .layer_rule import (
-    DGRAD,
-    FPROP,
     FROZEN,
     PARALLEL,
-    WGRAD,
     LayerRule,
     PlainWeight,
     Stored,
@@ -133,7 +139,7 @@ class FP8Products(KeepsLedger):
         if recorded is not None:
             amaxes = x8.amax, w8.amax if rule.scales.records_weight else None
         # before the product: checkpointing's second forward stops at its last saved tensor
-        self.fp8_ledger.forward(rule, not rule.high_precision[FPROP], *amaxes)
+        self.fp8_ledger.forward(rule, not rule.high_precision.fprop, *amaxes)
         call = Call(
             rule, self.fp8_scaling, self.fp8_ledger, out_dtype, self.transposed_weight, kind, cut
         )
@@ -166,7 +172,7 @@ class FP8Products(KeepsLedger):
         rule = self.fp8_rule
         x = operands.input
         split = operands.split
-        for_wgrad = for_wgrad and not rule.high_precision[WGRAD]
+        for_wgrad = for_wgrad and not rule.high_precision.wgrad
         newest = self.fp8_ledger.newest(rule, recorded, INPUT)
         casts = []
 
@@ -191,7 +197,7 @@ class FP8Products(KeepsLedger):
         """Return the codes [out, in] of the next forward; None for a weight in high precision or
         sharded."""
         rule, weight = self.fp8_rule, self.weight
-        if rule.high_precision[FPROP] or is_distributed(weight):
+        if rule.high_precision.fprop or is_distributed(weight):
             return None
         stored = self._matrix(read(weight))
         if stored.is_in(rule.forward_format):
@@ -239,7 +245,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, call, x8, w8, stored):
         rule, out_dtype = call.rule, call.out_dtype
-        if rule.high_precision[FPROP]:
+        if rule.high_precision.fprop:
             matrix = stored.t() if call.transposed else stored
             y = plain_product(x.reshape(-1, x.shape[-1]).to(out_dtype), matrix.values(out_dtype))
         else:
@@ -255,7 +261,7 @@ class LinearFunction(torch.autograd.Function):
 
         saved_for_wgrad = saved_for_dgrad = ()
         if ctx.needs_input_grad[1]:
-            saved_for_wgrad = (x, None) if rule.high_precision[WGRAD] else x8.along_rows()
+            saved_for_wgrad = (x, None) if rule.high_precision.wgrad else x8.along_rows()
         if ctx.needs_input_grad[0]:
             saved_for_dgrad = call.kind.saved(weight, stored, rule, w8)
         ctx.save_for_backward(*saved_for_wgrad, *saved_for_dgrad)
@@ -274,8 +280,8 @@ class LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
         dy = arrived(dy).detach().reshape(-1, dy.shape[-1])
         dx = dw = db = dy8 = None
-        fp8_dgrad = needs_dgrad and not rule.high_precision[DGRAD]
-        fp8_wgrad = needs_wgrad and not rule.high_precision[WGRAD]
+        fp8_dgrad = needs_dgrad and not rule.high_precision.dgrad
+        fp8_wgrad = needs_wgrad and not rule.high_precision.wgrad
         if fp8_dgrad or fp8_wgrad:
             newest = call.ledger.newest(rule, call.state, GRAD_OUTPUT)
             split = split_of(call.cut, GRAD_OUTPUT)
@@ -298,7 +304,7 @@ def _dgrad(call: Call, dy, dy8, saved) -> torch.Tensor:
     """Return dx [tokens, in] from dy [tokens, out] and the saved weight."""
     rule = call.rule
     weight = call.kind.for_dgrad(saved, rule, call.state, call.transposed)
-    if rule.high_precision[DGRAD]:
+    if rule.high_precision.dgrad:
         return plain_product(dy.to(call.out_dtype), weight.values(call.out_dtype).t())
     w8 = Quantized(*weight)
     if rule.scales.blocks is not None:
@@ -309,7 +315,7 @@ def _dgrad(call: Call, dy, dy8, saved) -> torch.Tensor:
 
 def _wgrad(rule, dy, dy8, x, x_scale, out_dtype) -> torch.Tensor:
     """Return dw [out, in] from dy [tokens, out] and x, or codes of x.T."""
-    if rule.high_precision[WGRAD]:
+    if rule.high_precision.wgrad:
         return plain_product(dy.to(out_dtype).t(), x.reshape(-1, x.shape[-1]).to(out_dtype).t())
     operands = dy8.along_rows(), Quantized(x, x_scale)
     return fp8_product(rule.scales, *operands, out_dtype, by_weight=False)

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from ...compute.counts import KINDS, RECOMPUTED
+from ...compute.counts import FPROP, RECOMPUTED
 from ...compute.native.layer_rule import (
-    DGRAD,
-    FPROP,
     FROZEN,
-    WGRAD,
     Stored,
     fp8_product,
     quantized,
@@ -37,7 +34,7 @@ class FP8Head(DefersLogits, FP8Linear):
     def count_products(self, *kinds: str) -> None:
         high = self.fp8_rule.high_precision
         for kind in kinds:
-            if not high[FPROP if kind == RECOMPUTED else KINDS.index(kind)]:
+            if not getattr(high, FPROP if kind == RECOMPUTED else kind):
                 self.fp8_ledger.counts.add(kind)
 
 
@@ -51,18 +48,18 @@ class FP8HeadProducts(HeadProducts):
         self.out_dtype = out_dtype
         self.bias = None if head.bias is None else head.bias.detach().to(out_dtype)
         self.high, blocks = self.rule.high_precision, self.rule.scales.weight_blocks
-        self.matrix = stored.values(out_dtype) if self.high[FPROP] or self.high[DGRAD] else None
+        self.matrix = stored.values(out_dtype) if self.high.fprop or self.high.dgrad else None
         w8 = kind_of(head.weight).quantized(head, stored, True, self.state, None)
         self.codes, self.transposed = w8.along_columns(), None
-        if not self.high[DGRAD] and blocks is None:
+        if not self.high.dgrad and blocks is None:
             self.transposed = w8.along_rows()
-        elif not self.high[DGRAD]:
+        elif not self.high.dgrad:
             fmt = self.rule.forward_format
             self.transposed = stored.in_blocks(blocks, fmt, transposed=True)
-        self.fp8_wgrad = head.weight.requires_grad and not self.high[WGRAD]
+        self.fp8_wgrad = head.weight.requires_grad and not self.high.wgrad
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        self.x, fp8_fprop = x, not self.high[FPROP]
+        self.x, fp8_fprop = x, not self.high.fprop
         if fp8_fprop or self.fp8_wgrad:
             fmt, newest = self.rule.forward_format, self.ledger.newest(self.rule, self.state, INPUT)
             self.x8 = quantized(
@@ -78,7 +75,7 @@ class FP8HeadProducts(HeadProducts):
         self, dlogits: torch.Tensor, of_input: bool, of_weight: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         dx = dw = None
-        fp8_dgrad, fp8_wgrad = of_input and not self.high[DGRAD], of_weight and self.fp8_wgrad
+        fp8_dgrad, fp8_wgrad = of_input and not self.high.dgrad, of_weight and self.fp8_wgrad
         if fp8_dgrad or fp8_wgrad:
             newest = self.ledger.newest(self.rule, self.state, GRAD_OUTPUT)
             dy8 = quantized_gradient(dlogits, self.rule, self.state, fp8_dgrad, fp8_wgrad, newest)

@@ -41,16 +41,16 @@ def matrix(
 
 
 def expected_of(
-    x: torch.Tensor, fmt, scale=None, rule: str = DYNAMIC, state: torch.Tensor | None = None
+    x: torch.Tensor, fmt, scale=None, how: str = DYNAMIC, state: torch.Tensor | None = None
 ) -> Layouts:
     """Return the result of plain PyTorch operations."""
-    amax = scaling.tensor_amax(scaling.without_nan(x) if rule == DYNAMIC else x)
+    amax = scaling.tensor_amax(scaling.without_nan(x) if how == DYNAMIC else x)
     if scale is None:
         scale = {
             DYNAMIC: lambda: scaling.scale_from_amax(amax, fmt),
             POWER_OF_TWO: lambda: scaling.power_of_two_scale(amax, fmt),
             JUST_IN_TIME: lambda: scaling.window_scale(state.unsqueeze(0), 0, amax, fmt),
-        }[rule]()
+        }[how]()
     codes, scale_inv = saturating_cast(x.float() * scale, fmt), scaling.scale_inv_of(scale, amax)
     return Layouts(codes, scale_inv, codes.t().contiguous(), scale_inv, amax)
 
@@ -113,8 +113,8 @@ def test_level_rules_match_reference(rule, with_nan):
     for rolls in (scaling.WINDOW - 1, scaling.WINDOW):
         state[scaling.ROLLS] = rolls
         before = state.clone()
-        found = triton_matrix.quantize(x, E4M3, rule=rule, window_state=state)
-        assert_same(found, expected_of(x, E4M3, rule=rule, state=state))
+        found = triton_matrix.quantize(x, E4M3, how=rule, window_state=state)
+        assert_same(found, expected_of(x, E4M3, how=rule, state=state))
         assert found.amax.isnan() == found.scale_inv.isnan() == with_nan and torch.equal(
             state, before
         )
@@ -125,7 +125,7 @@ def test_cast_records_the_amax(rule):
     """Record over a hundred programs, in place, without another launch. The rule ignores or keeps
     NaN."""
     scale = torch.tensor(4.0) if rule == "given" else None
-    named = {"rule": DYNAMIC if rule == "given" else rule}
+    named = {"how": DYNAMIC if rule == "given" else rule}
     state, plain = scaling.new_delayed_state(3), scaling.new_delayed_state(3)
     keep_nan = rule == POWER_OF_TWO
     for factor, odd in (
@@ -176,12 +176,12 @@ def test_scaled_fp16_weight_is_cast():
     data = matrix(70, 140, torch.float16)
     values = data.float() * stored
     for rule, scale in ((DYNAMIC, None), (DYNAMIC, torch.tensor(96.0)), (POWER_OF_TWO, None)):
-        found = triton_matrix.quantize(data, E4M3, scale, rule=rule, stored_scale_inv=stored)
+        found = triton_matrix.quantize(data, E4M3, scale, how=rule, stored_scale_inv=stored)
         assert_same(found, expected_of(values, E4M3, scale, rule))
         # as the optimizer's step leaves it
         amax = expected_of(values, E4M3, scale, rule).amax / stored
         found = triton_matrix.quantize(
-            data, E4M3, scale, rule=rule, stored_scale_inv=stored, amax=amax
+            data, E4M3, scale, how=rule, stored_scale_inv=stored, amax=amax
         )
         assert_same(found, expected_of(values, E4M3, scale, rule))
     for blocks in (ROWS, VECTORS, SQUARES, MX):
