@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..recipes.handlers import Recipe
-from ..tensors.block_codes import BlockCodes
+from ..tensors.block_codes import RAW_CODES, BlockCodes
 from ..tensors.sharded_tensor import full_shape
 from ..torch_tools.modules import (
     CONVERSION,
@@ -336,12 +336,13 @@ _OF_LOADERS = {"quantization_scheme", "hf_quantizer", "_weight_conversions"}
 
 
 def may_hold_codes(model: nn.Module) -> bool:
-    """Return True for a model with modules of transformers or compressed-tensors, or frozen
-    codes."""
+    """Return True for a model with modules of transformers or compressed-tensors, frozen codes, or
+    raw float8."""
     return any(
         not _OF_LOADERS.isdisjoint(vars(module))
         or any(cls.__module__.startswith("transformers.") for cls in type(module).__mro__)
         or any(isinstance(parameter, BlockCodes) for parameter in module._parameters.values())
+        or getattr(module._parameters.get("weight"), "dtype", None) in RAW_CODES
         for module in model.modules()
     )
 
