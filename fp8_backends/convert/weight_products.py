@@ -209,6 +209,8 @@ class Found:
     default_exclusion: str | None = None
     recipe: Recipe | None = None
     """Its own recipe; None: in bf16 by `layers`."""
+    subclass: str = ""
+    """The subclass of Linear that `include` names."""
 
     @property
     def linear(self) -> nn.Linear:
@@ -373,6 +375,7 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
     if type(layer) is not plain and PLAIN_CONVERSION not in layer.__dict__:
         return (
             f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
+            + f" (if it only multiplies: include='+{type(layer).__name__}')" * (plain is nn.Linear)
         )
     if replaced := forward_obstacle(layer):
         return replaced
