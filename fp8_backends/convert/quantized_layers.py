@@ -102,6 +102,10 @@ def kind_of(module: nn.Module) -> Kind | None:
     return None
 
 
+def _is_fp8_experts(module: nn.Module) -> bool:
+    return kind_of(module) is NOT_LINEAR
+
+
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Kind]]:
     for name, module in model.named_modules():
         if kind := kind_of(module):
@@ -145,6 +149,12 @@ def check(model: nn.Module, recipe: Recipe, compute: Compute) -> None:
                 f"{plain_name(name)}: {cls.__name__} of transformers gives its inputs no "
                 "gradients, so layers before it would not train: load "
                 f"{WITHOUT_BACKWARD[cls.__name__]}"
+            )
+        if "parameter_name" in vars(module) and any(map(_is_fp8_experts, module.modules())):
+            raise RecipeError(
+                f"{plain_name(name)}: PEFT's target_parameters adds to the codes of FP8 experts, "
+                "and rounds the sum to float8, without their scales: adapt other layers, such as "
+                f"attention, and these experts stay frozen; or {LOAD_PLAIN}"
             )
     if names := training_codes(model):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
