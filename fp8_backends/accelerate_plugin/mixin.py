@@ -33,7 +33,7 @@ from ..rules import Setup, preconditions
 from ..rules.validate import Finding, findings
 from ..states import levels, original
 from ..states.checkpoint import unread_states, whole_states
-from ..torch_tools.modules import has_ranks
+from ..torch_tools.modules import has_ranks, trains_by_adapters
 from ..torch_tools.optimizers import parameter_ids, steps_of
 from . import checkpoints, engines
 from .callers import log_by_trainer, running_trainer
@@ -266,9 +266,7 @@ class FP8Mixin(_RunTimeClass):
             if _has_layers_for_fp8(model) or (trains and not self._fp8_converted):
                 raise
             if trains:
-                logger.warning(
-                    "%s has no Linear layer: it trains without FP8", type(model).__name__
-                )
+                logger.warning("%s has no layer for FP8: it trains without", type(model).__name__)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
         """Prepare as Accelerate does; the optimizer's first step will prove that FP8 runs."""
@@ -312,7 +310,10 @@ class FP8Mixin(_RunTimeClass):
             if not self.is_fsdp2:
                 trained = parameter_ids(optimizer)
                 models = [
-                    model for model in models if any(id(p) in trained for p in model.parameters())
+                    model
+                    for model in models
+                    if any(id(p) in trained for p in model.parameters())
+                    or trains_by_adapters(model, trained)
                 ]
             if models:
                 optimizer_steps.watch_optimizer(
@@ -602,7 +603,7 @@ def _models_and_optimizers(args: tuple) -> tuple[list[nn.Module], list[torch.opt
 
 
 def _has_layers_for_fp8(model: nn.Module) -> bool:
-    return any(product.kind not in NEVER_IN_FP8 for product in weight_products(model))
+    return any(product.kind not in (*NEVER_IN_FP8, "adapter") for product in weight_products(model))
 
 
 def _innermost(optimizer) -> torch.optim.Optimizer:

@@ -42,6 +42,7 @@ from .weight_products import (
     NormLayer,
     WeightProduct,
     find_weight_products,
+    layer_obstacle,
     memory_sharers,
     offloaded_modules,
 )
@@ -309,6 +310,19 @@ class LayerFilter:
                     f"layers: {name}={number}, and this model has {blocks} numbered blocks"
                 )
 
+    def take_classes(self, weights: list[Found]) -> None:
+        """Take Linear subclasses by their name in `include`, whose forward only multiplies."""
+        for weight in weights:
+            conversion = weight.conversion
+            cls = type(weight.module) if conversion is None else conversion.original
+            if cls is nn.Linear or not issubclass(cls, nn.Linear):
+                continue
+            is_named = cls.__name__ in (*self.include, *self.added)
+            if is_named and weight.obstacle == layer_obstacle(weight.module, nn.Linear):
+                weight.subclass = cls.__name__
+                weight.product.aliases += (cls.__name__,)
+                weight.obstacle = layer_obstacle(weight.module, cls)
+
     def assign_recipes(self, weights: list[Found]) -> None:
         """Give each weight its recipe. A pattern without any other layer overrides default
         exclusions."""
@@ -410,6 +424,8 @@ def _find(root: nn.Module, recipe: Recipe, layer_filter: LayerFilter) -> list[Fo
     """Return the weight products of a model, with the obstacles of recipes that store weights in
     another form."""
     weights = find_weight_products(root)
+    if recipe.include:
+        layer_filter.take_classes(weights)
     layer_filter.assign_recipes(weights)
     if recipe.level == "O0" and not recipe.fp8_params:
         return weights
@@ -462,6 +478,8 @@ def _choose(weights: list[Found], layer_filter: LayerFilter, norms: list[NormLay
         notes = (
             [get_compute(weight.recipe.compute).parts.note(weight.recipe)] if weight.part else []
         )
+        if weight.subclass:
+            notes.append(f"a {weight.subclass}, multiplied as nn.Linear by include")
         if product.in_features % ALIGNMENT or product.out_features % ALIGNMENT:
             notes.append(f"sizes padded to multiples of {ALIGNMENT}")
         product.reason = "; ".join(filter(None, notes)) or None

@@ -15,10 +15,17 @@ from ..compute.interface import Compute, Recipe
 from ..errors import FP8BackendError, RecipeError, Refusal
 from ..formats.formats import E4M3
 from ..formats.scaling import SQUARES
-from ..tensors.block_codes import SQUARE_CODES, BlockCodes, e4m3_layout, layout_of
+from ..tensors.block_codes import (
+    RAW_CODES,
+    SQUARE_CODES,
+    BlockCodes,
+    dequantize_bias,
+    e4m3_layout,
+    layout_of,
+)
 from ..tensors.parameter_swap import refuse_if_held, swap
 from ..tensors.sharded_tensor import is_distributed
-from ..torch_tools.modules import CONVERSION, check_is_module, plain_name
+from ..torch_tools.modules import CONVERSION, check_is_module, forward_obstacle, plain_name
 from ..words import listed, shown
 
 TRAINS = Refusal(
@@ -27,6 +34,12 @@ TRAINS = Refusal(
     "call fp8_backends.checkpoints.dequantize(model) before the optimizer is made, and its weights "
     "train; or freeze them under adapters: requires_grad_(False), and for 4 bits "
     "fp8_backends.checkpoints.freeze_codes(model) before PEFT",
+)
+RAW_TRAINS = Refusal(
+    "its parameters are raw float8, and train: an update of ordinary size is smaller than half a "
+    "step of float8, and PyTorch's optimizers do not compute in it",
+    "freeze the layer under adapters, requires_grad_(False); or model.to(torch.bfloat16), and it "
+    "trains",
 )
 LOAD_PLAIN = (
     "load the checkpoint with from_pretrained(..., "
@@ -89,10 +102,27 @@ def kind_of(module: nn.Module) -> Kind | None:
     return None
 
 
+def _is_fp8_experts(module: nn.Module) -> bool:
+    return kind_of(module) is NOT_LINEAR
+
+
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Kind]]:
     for name, module in model.named_modules():
         if kind := kind_of(module):
             yield plain_name(name), module, kind
+
+
+def raw_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Return the Linears with a raw float8 weight, such as `module.to(torch.float8_e4m3fn)`
+    leaves. Another library that handles its codes has replaced class or forward."""
+    return [
+        (plain_name(name), module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and getattr(module._parameters.get("weight"), "dtype", None) in RAW_CODES
+        and not kind_of(module)
+        and not forward_obstacle(module)
+    ]
 
 
 def training_codes(model: nn.Module) -> list[str]:
@@ -120,9 +150,31 @@ def check(model: nn.Module, recipe: Recipe, compute: Compute) -> None:
                 "gradients, so layers before it would not train: load "
                 f"{WITHOUT_BACKWARD[cls.__name__]}"
             )
+        if "parameter_name" in vars(module) and any(map(_is_fp8_experts, module.modules())):
+            raise RecipeError(
+                f"{plain_name(name)}: PEFT's target_parameters adds to the codes of FP8 experts, "
+                "and rounds the sum to float8, without their scales: adapt other layers, such as "
+                f"attention, and these experts stay frozen; or {LOAD_PLAIN}"
+            )
     if names := training_codes(model):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RecipeError(f"{names[0]}{more}: {TRAINS}")
+    for name, layer in raw_layers(model):
+        layout = RAW_CODES[layer.weight.dtype]
+        others = [*layer._buffers, *(layer._parameters.keys() - {"weight", "bias"})]
+        if others:
+            raise RecipeError(
+                f"{name}: raw float8 codes have the scale 1, and this layer has {listed(others)} "
+                "besides: load scaled codes with fp8_backends.checkpoints.load_codes, or leave the "
+                "layer in bf16"
+            )
+        if any(p.requires_grad for p in layer.parameters()):
+            raise RecipeError(f"{name}: {RAW_TRAINS}")
+        if not compute.takes_block_codes(recipe, layout):
+            raise RecipeError(
+                f"{name}: {recipe.name} does not multiply {layout.name} codes: use native:... at "
+                "level O0, or model.to(torch.bfloat16) first"
+            )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, BlockCodes) and not compute.takes_block_codes(
             recipe, parameter.code_layout
@@ -192,10 +244,10 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
 
 def freeze_codes(model: nn.Module) -> list[str]:
     """Keep the codes of a checkpoint's layers, frozen and to the bit, in place: NVFP4 and MXFP4
-    loaded by compressed-tensors, and FP8 with scales for 128 x 128 values. The layers become plain
-    Linears, for PEFT to wrap and for `prepare` to multiply: 4 bits by every recipe of `native` at
-    level O0, FP8 by native:blockwise with fp8_params=True. Call it before PEFT. The model forgets
-    its quantization: trainers accept it.
+    loaded by compressed-tensors, FP8 with scales for 128 x 128 values, and raw float8. The layers
+    become plain Linears, for PEFT to wrap and for `prepare` to multiply: 4 bits and raw float8 by
+    every recipe of `native` at level O0, scaled FP8 by native:blockwise with fp8_params=True. Call
+    it before PEFT. The model forgets its quantization: trainers accept it.
 
     Returns:
         The names of these layers. All others stay unchanged.
@@ -206,16 +258,22 @@ def freeze_codes(model: nn.Module) -> list[str]:
     """
     check_is_module(model)
     layers = [entry for entry in quantized_layers(model) if _keeps_codes(*entry[1:])]
-    dtype = _plain_dtype(model, layers)
+    dtype, raw = _plain_dtype(model, layers), raw_layers(model)
+    for name, layer in raw:
+        refuse_if_held(layer.weight, f"{name}.weight")
 
     def codes(layer: nn.Linear, kind: Kind) -> torch.Tensor:
         scales = layer._parameters[kind.scale].detach().float().contiguous()
         return BlockCodes((layer.weight.detach(), scales), dtype)
 
     _replace_codes(layers, codes, lambda packed: nn.Parameter(packed, False), dtype)
+    for name, layer in raw:
+        if layer.weight.dtype in RAW_CODES:  # else tied to an earlier layer
+            swap(layer.requires_grad_(False).weight, BlockCodes.of_raw(layer.weight), name)
+        dequantize_bias(layer)
     if layers:
         _forget(model)
-    return [name for name, _, _ in layers]
+    return [*(name for name, _, _ in layers), *(name for name, _ in raw)]
 
 
 def load_codes(

@@ -21,13 +21,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..recipes.handlers import Recipe
-from ..tensors.block_codes import BlockCodes
+from ..tensors.block_codes import RAW_CODES, BlockCodes
 from ..tensors.sharded_tensor import full_shape
 from ..torch_tools.modules import (
+    ADAPTERS_HOLD,
     CONVERSION,
     PLAIN_CONVERSION,
     Conversion,
+    adapters_over,
     forward_obstacle,
+    is_adapter,
     part_layer,
     plain_name,
 )
@@ -206,6 +209,8 @@ class Found:
     default_exclusion: str | None = None
     recipe: Recipe | None = None
     """Its own recipe; None: in bf16 by `layers`."""
+    subclass: str = ""
+    """The subclass of Linear that `include` names."""
 
     @property
     def linear(self) -> nn.Linear:
@@ -240,10 +245,18 @@ def find_weight_products(model: nn.Module) -> list[Found]:
     once."""
     modules: dict[int, nn.Module] = {}
     names: dict[int, list[str]] = {}
+    outside: set[int] = set()  # parts of adapters over modules of the model
     for name, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(id(module), module)
         names.setdefault(id(module), []).append(plain_name(name))
-    is_head, (adapters, adapted) = _head_test(modules.values()), _peft_parts(modules.values())
+        for adapter in adapters_over(module) if "forward" in module.__dict__ else ():
+            for part_name, part in adapter.named_modules():
+                if id(part) not in modules:  # else the adapted module
+                    outside.add(id(part))
+                    modules[id(part)] = part
+                    full_name = f"{plain_name(name)}.{type(adapter).__name__}.{part_name}"
+                    names[id(part)] = [full_name]
+    is_head, (adapters, adapted) = _head_test(modules.values()), _adapter_parts(modules.values())
     # transformers' class, or no class if transformers was never imported
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
     experts = visits = None
@@ -265,6 +278,8 @@ def find_weight_products(model: nn.Module) -> list[Found]:
             if has_codes and (foreign := quantized_layers.kind_of(module)):
                 kind, state = foreign.title, FOREIGN_FP8
                 obstacle = f"{kind}, frozen: FP8 of a checkpoint that is not multiplied here"
+            if key in outside:
+                obstacle = "adapter beside the model: kept in high precision"
             if (key, part) in adapted:
                 obstacle = "adapted by PEFT: the weight that is multiplied is computed anew in each forward"
             flops = 2 * sizes[0] * sizes[1]
@@ -336,12 +351,13 @@ _OF_LOADERS = {"quantization_scheme", "hf_quantizer", "_weight_conversions"}
 
 
 def may_hold_codes(model: nn.Module) -> bool:
-    """Return True for a model with modules of transformers or compressed-tensors, or frozen
-    codes."""
+    """Return True for a model with modules of transformers or compressed-tensors, frozen codes, or
+    raw float8."""
     return any(
         not _OF_LOADERS.isdisjoint(vars(module))
         or any(cls.__module__.startswith("transformers.") for cls in type(module).__mro__)
         or any(isinstance(parameter, BlockCodes) for parameter in module._parameters.values())
+        or getattr(module._parameters.get("weight"), "dtype", None) in RAW_CODES
         for module in model.modules()
     )
 
@@ -359,6 +375,7 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
     if type(layer) is not plain and PLAIN_CONVERSION not in layer.__dict__:
         return (
             f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
+            + f" (if it only multiplies: include='+{type(layer).__name__}')" * (plain is nn.Linear)
         )
     if replaced := forward_obstacle(layer):
         return replaced
@@ -442,13 +459,15 @@ def _head_test(modules: Iterable[nn.Module]) -> Callable[[nn.Module, list[str]],
     return is_head
 
 
-def _peft_parts(modules: Iterable[nn.Module]) -> tuple[set[int], set[tuple[int, str]]]:
-    """Return PEFT's adapters by identity, such as LoRA's A and B, and the Parameters that PEFT
-    adapts directly (`target_parameters`), by (identity of the module, name)."""
+def _adapter_parts(modules: Iterable[nn.Module]) -> tuple[set[int], set[tuple[int, str]]]:
+    """Return the modules of adapters by identity, such as LoRA's A and B, and the Parameters that
+    PEFT adapts directly (`target_parameters`), by (identity of the module, name)."""
     adapters: set[int] = set()
     adapted: set[tuple[int, str]] = set()
     for module in modules:
         base = module._modules.get("base_layer")
+        if not ADAPTERS_HOLD.isdisjoint(vars(module)) and is_adapter(module):
+            adapters.update(map(id, module.modules()))
         if not isinstance(base, nn.Module):
             continue
         beside = [

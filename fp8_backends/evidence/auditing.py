@@ -41,6 +41,8 @@ class Audit:
     engine: dict[str, str] = field(default_factory=dict)
     """Engine of each converted layer's products: `scaled_mm`, `bf16-exact`, `fp32-exact`,
     `emulated`, `te`, `ao`."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """Remarks on converted layers, such as a subclass of Linear that `include` names."""
     flops_share: float = 0.0
     """FP8 share, 0 to 1, of all FLOPs of products with weights in training, convolutions included.
     Each weight counts with its rows in the first step, or one for each token if that step was
@@ -104,6 +106,7 @@ class Audit:
         ]
         for headings, rows in (
             (("layer", *kinds, "engine"), products),
+            (("in FP8", "note"), self.notes.items()),
             (("in high precision", "reason"), self.high_precision.items()),
             (("in FP8 of others", "reason"), self.foreign_fp8.items()),
         ):
@@ -296,7 +299,11 @@ def _read_roots(result: Audit, roots: list[tuple[str, nn.Module, Prepared]]) -> 
         (tokens_of(prepared, prepared.observed.work) for _, _, prepared in roots), default=1
     )
     flops = Flops()
-    reasons = {HIGH_PRECISION: result.high_precision, FOREIGN_FP8: result.foreign_fp8}
+    reasons = {
+        FP8: result.notes,
+        HIGH_PRECISION: result.high_precision,
+        FOREIGN_FP8: result.foreign_fp8,
+    }
     for prefix, root, prepared in roots:
         conversion.update_report(root, prepared)
         counts = count_products(root, prepared)
@@ -308,7 +315,7 @@ def _read_roots(result: Audit, roots: list[tuple[str, nn.Module, Prepared]]) -> 
             result.products[_joined(prefix, name)] = asdict(counts[name])
             result.engine[_joined(prefix, name)] = prepared.compute.engine(module)
         for product in prepared.report.products:
-            if product.state in reasons:
+            if product.reason:
                 reasons[product.state][_joined(prefix, product.name)] = product.reason
     result.flops_share = flops.share
 

@@ -225,8 +225,8 @@ class CommonFields(KwargsHandler):
 
     include: str | Collection[str] | None = setting(None, _choice)
     """Name patterns of layers to convert, separated by commas (fnmatch on the full name; a pattern
-    without a dot also matches any one part of it). Patterns with a leading + add to the default
-    choice: +lm_head."""
+    without a dot also matches any one part of it), or a subclass of Linear that only multiplies.
+    Patterns with a leading + add to the default choice: +lm_head, +FalconLinear."""
     exclude: str | Collection[str] | None = setting(None, _patterns)
     """Name patterns of layers to keep in high precision, separated by commas."""
     module_filter_func: Callable[[nn.Module, str], bool] | None = setting(

@@ -20,7 +20,7 @@ from ..evidence import proof
 from ..recipes.handlers import Recipe
 from ..states import levels, optimizers, original
 from ..tensors.sharded_tensor import is_distributed
-from ..torch_tools.modules import has_ranks, plain_name
+from ..torch_tools.modules import has_ranks, plain_name, trains_by_adapters
 from ..torch_tools.optimizers import parameters_of, unwrapped
 from ..words import listed
 
@@ -131,6 +131,8 @@ def _offloaded_in_training(models: list[nn.Module]) -> str | None:
 
 def _unknown_to(held: dict[int, torch.Tensor], models: list[nn.Module]) -> str | None:
     if any(id(parameter) in held for model in models for parameter in model.parameters()):
+        return None
+    if any(trains_by_adapters(model, held) for model in models):
         return None
     names = ", ".join(dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models))
     return (

@@ -4,8 +4,9 @@
     value = code * scale_inv                                E4M3: 128 x 128 values under an FP32 scale, or all of them
     value = code * (scale_inv / or * tensor_scale)          NVFP4: E2M1, 16 values of a row under an E4M3 scale
     value = code * 2**(scale_inv - 127)                     MXFP4: E2M1, 32 values of a row under an E8M0 scale
+    value = code                                            raw float8: E4M3 or E5M2, under the scale 1
 
-It keeps the checkpoint's codes to the bit. Products read E4M3 codes in squares; every other
+It keeps the checkpoint's codes to the bit. Products read E4M3 codes in squares, or raw; every other
 operation reads plain values. Copying a whole matrix into it is the only write; operations in place
 raise, also through views (`FrozenView`).
 """
@@ -18,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..errors import FP8BackendError
-from ..formats.formats import E2M1, E4M3
+from ..formats.formats import E2M1, E4M3, E5M2
 from ..formats.scaling import MX, NVFP4, SQUARES, Blocks, Quantized, e8m0_values
 from ..kernels import nvfp4
 from .scaled_operations import UNSAFE_VIEWS, returns_view, written_to
@@ -117,9 +118,17 @@ MODELOPT_NVFP4 = CodeLayout(
     {"weight": torch.uint8, "weight_scale": E4M3.dtype, "weight_scale_2": torch.float32},
 )
 PACKED_MXFP4 = CodeLayout("MXFP4", MX, {"weight_packed": torch.uint8, "weight_scale": torch.uint8})
+RAW_CODES = {
+    fmt.dtype: CodeLayout(f"raw {fmt.name}", None, {"weight": fmt.dtype, "one": torch.float32})
+    for fmt in (E4M3, E5M2)
+}
+"""The layouts of `module.to(torch.float8_e4m3fn)`, by dtype. No checkpoint has their second part."""
 LAYOUTS = {
     each.name: each
-    for each in (SQUARE_CODES, TENSOR_CODES, PACKED_NVFP4, MODELOPT_NVFP4, PACKED_MXFP4)
+    for each in (
+        *(SQUARE_CODES, TENSOR_CODES, PACKED_NVFP4, MODELOPT_NVFP4, PACKED_MXFP4),
+        *RAW_CODES.values(),
+    )
 }
 
 
@@ -147,8 +156,15 @@ def e4m3_layout(scales: torch.Tensor, sides: Sequence[int]) -> CodeLayout:
 
 
 def is_decoded(weight: torch.Tensor) -> bool:
-    """Return True for codes that products read as values: all but E4M3 in squares."""
-    return isinstance(weight, BlockCodes) and weight.code_layout is not SQUARE_CODES
+    """Return True for codes that products read as values: all but E4M3 in squares, or raw."""
+    multiplied = SQUARE_CODES, RAW_CODES[E4M3.dtype]
+    return isinstance(weight, BlockCodes) and weight.code_layout not in multiplied
+
+
+def dequantize_bias(layer: torch.nn.Linear) -> None:
+    """Store a raw float8 bias in bf16, which has its values: PyTorch adds no float8."""
+    if layer.bias is not None and layer.bias.dtype in RAW_CODES:
+        layer.bias.data = layer.bias.data.to(torch.bfloat16)
 
 
 class Frozen(WithoutMemory):
@@ -196,6 +212,13 @@ class BlockCodes(Frozen):
     ) -> "BlockCodes":
         """Hold the tensors of a checkpoint's layer, by their names in `layout.parts`."""
         return cls([tensors[name].detach().contiguous() for name in layout.parts], dtype, layout)
+
+    @classmethod
+    def of_raw(cls, weight: torch.Tensor) -> "BlockCodes":
+        """Hold float8 values as codes under the scale 1. They read as bf16, which has all of
+        them."""
+        one = torch.ones((), device=weight.device)
+        return cls((weight.detach(), one), torch.bfloat16, RAW_CODES[weight.dtype])
 
     @classmethod
     def encoded(cls, values: torch.Tensor, layout: CodeLayout) -> "BlockCodes":

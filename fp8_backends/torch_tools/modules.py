@@ -3,8 +3,9 @@ forwards.
 
 Accelerate's hooks, transformers' tensor and expert parallelism, `functools.partial` and decorators
 put a function into `module.__dict__["forward"]` that holds the previous forward, bound to the
-module, possibly several levels deep. When the module's class changes, the innermost one is still
-the former class's and has to follow.
+module, possibly several levels deep; kohya's and LyCORIS's adapters put their own, and hold the
+previous one as an attribute. When the module's class changes, the innermost one is still the former
+class's and has to follow.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -140,6 +141,9 @@ class EagerHook(TemporaryHook):
 _TRANSFORMERS = "transformers.distributed."
 """Functions of these modules hold the wrapped forward under one of these names."""
 _HELD_AS = ("original_forward", "implementation")
+ADAPTERS_HOLD = frozenset({"org_forward", "orig_forward"})
+"""Attributes of an adapter outside the model with the forward that its own has replaced and
+calls."""
 
 
 class _Held(NamedTuple):
@@ -175,18 +179,38 @@ def follows_class(module: nn.Module) -> Iterator[None]:
         held.put(MethodType(type(module).forward, module))
 
 
+def adapters_over(module: nn.Module) -> list[nn.Module]:
+    """Return the adapters whose forward runs in place of the one on the module's instance, such as
+    kohya's LoRA."""
+    owners = [getattr(held.function, "__self__", module) for held in _levels(module)]
+    return [each for each in owners if each is not module and isinstance(each, nn.Module)]
+
+
+def is_adapter(module: Any) -> bool:
+    """Return True if the module has taken over another one's forward."""
+    held = [vars(module)[name] for name in ADAPTERS_HOLD if name in vars(module)]
+    return any(getattr(forward, "__self__", None) is not module for forward in held)
+
+
+def trains_by_adapters(model: nn.Module, held: Collection[int]) -> bool:
+    """Return True if a Parameter of adapters over the model's modules is among these identities."""
+    replaced = (module for module in model.modules() if "forward" in module.__dict__)
+    adapters = (adapter for module in replaced for adapter in adapters_over(module))
+    return any(id(parameter) in held for each in adapters for parameter in each.parameters())
+
+
+def _levels(module: nn.Module) -> Iterator[_Held]:
+    """Yield the instance's forward, and the one inside each known wrapper."""
+    held = _Held.item(module.__dict__, "forward")
+    while held is not None:
+        yield held
+        held = None if _is_own(held.function, module) else _wrapped(held.function, module)
+
+
 def _innermost(module: nn.Module) -> _Held | None:
     """Return the instance's forward without the known wrappers; None if there is none on the
     instance."""
-    if "forward" not in module.__dict__:
-        return None
-    held = _Held.item(module.__dict__, "forward")
-    while not _is_own(held.function, module):
-        inner = _wrapped(held.function, module)
-        if inner is None:
-            break
-        held = inner
-    return held
+    return list(_levels(module))[-1] if "forward" in module.__dict__ else None
 
 
 def _is_own(function: Any, module: nn.Module) -> bool:
@@ -203,6 +227,9 @@ def _wrapped(function: Any, module: nn.Module) -> _Held | None:
             return _Held.item(module.__dict__, "_old_forward")
         state = (function.args, function.keywords, vars(function))
         return _Held(function.func, lambda inner: function.__setstate__((inner, *state)))
+    if isinstance(function, MethodType) and is_adapter(function.__self__):
+        adapter = vars(function.__self__)
+        return _Held.item(adapter, next(name for name in ADAPTERS_HOLD if name in adapter))
     if not isinstance(function, FunctionType):  # te's `AroundRoot`
         return (
             _Held.item(vars(function), "__wrapped__") if hasattr(function, "__wrapped__") else None

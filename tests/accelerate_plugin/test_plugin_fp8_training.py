@@ -140,7 +140,7 @@ def test_network_without_linear_layers_trains_with_converted_model(caplog):
     optimizer.step()
     assert_all_moved(convolution, before)
     assert_fp8_products(model, layers=3)
-    assert "Conv1d has no Linear layer" in caplog.text
+    assert "Conv1d has no layer for FP8" in caplog.text
 
 
 def test_fp8_without_any_linear_layer_is_refused():

@@ -23,7 +23,7 @@ from ...formats.scaling import (
     rolled_delayed_states,
 )
 from ...kernels.triton_gate import usable
-from ...tensors.block_codes import SQUARE_CODES, CodeLayout
+from ...tensors.block_codes import RAW_CODES, SQUARE_CODES, BlockCodes, CodeLayout, dequantize_bias
 from ...tensors.parameter_swap import swap
 from ...tensors.sharded_tensor import device_of, local_part
 from ...tensors.statistics import Cast
@@ -83,9 +83,11 @@ class NativeCompute(Compute):
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         blocks = RULES[recipe.scaling].weight_blocks
-        return super().unfit(linear, recipe) or parallel(
-            "cut_obstacle", linear, linear.weight, blocks
-        )
+        is_raw = linear.weight.dtype in RAW_CODES and recipe.level == "O0"
+        if not is_raw or type(linear) is not nn.Linear:
+            if reason := super().unfit(linear, recipe):
+                return reason
+        return parallel("cut_obstacle", linear, linear.weight, blocks)
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:
         return SharedCodes()
@@ -143,6 +145,8 @@ class NativeCompute(Compute):
                 lambda weight, _: frozen(weight),
                 _thaw,
             )
+            for layer in layers.values():
+                dequantize_bias(layer)
 
     def takes_block_codes(self, recipe: Recipe, layout: CodeLayout) -> bool:
         if layout is SQUARE_CODES:
@@ -355,8 +359,11 @@ def _around(
     """Give the carrier the Parameters of `layer` and the rule of the recipe."""
     carrier.weight, carrier.bias = layer.weight, layer.bias
     rule = layer_rule(recipe)
-    if kind_of(carrier.weight).is_decoded:
-        rule = rule._replace(frozen_weight=f"from {carrier.weight.code_layout.name}")
+    layout = RAW_CODES.get(carrier.weight.dtype)
+    if isinstance(carrier.weight, BlockCodes):
+        layout = carrier.weight.code_layout
+    if layout not in (None, SQUARE_CODES):
+        rule = rule._replace(frozen_weight=f"from {layout.name}")
     if rule.frozen_weight:
         check(carrier)
     carrier.set_rule(rule, shared, recipe.amax_history_len)

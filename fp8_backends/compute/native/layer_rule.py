@@ -105,8 +105,8 @@ class LayerRule(NamedTuple):
     high_precision: HighPrecision
     fp8_in_eval: bool
     frozen_weight: str = ""
-    """Storage of a frozen weight: "stored" as FP8 (`fp8_params`), or "from" 4-bit codes of a
-    checkpoint."""
+    """Storage of a frozen weight: "stored" as FP8 (`fp8_params`), or "from" codes of a checkpoint,
+    or raw ones."""
     fp8_activations: bool = False
     """True if activations travel between ranks in FP8 if possible (`activation_comm`)."""
     fast_accumulation: bool = True
@@ -255,7 +255,7 @@ FROZEN = (ScaledTensor, BlockCodes)
 """Types of frozen FP8 weights (`fp8_params`); products read their codes directly. A ScaledTensor
 has E4M3 codes with one scale, a power of two: FP32 and bf16 hold every value exactly, and a saved
 weight is loaded to the bit. BlockCodes keep the codes of a checkpoint: FP8 with a scale for 128 x
-128 values, or others that the rule's cast reads as values.
+128 values, raw E4M3, or others that the rule's cast reads as values.
 """
 
 

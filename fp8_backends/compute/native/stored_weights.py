@@ -8,15 +8,17 @@ from torch import nn
 from ...formats import scaling
 from ...formats.scaling import WEIGHT
 from ...tensors import gathered_codes
-from ...tensors.block_codes import SQUARE_CODES, BlockCodes
+from ...tensors.block_codes import RAW_CODES, BlockCodes, is_decoded
 from ...tensors.gathered_codes import GatheredCodes
 from ...tensors.scaled_tensor import Kind, ScaledTensor, quantize
 from ...torch_tools.backward_end import is_checkpointed
 from .layer_rule import FROZEN, PlainWeight, Stored, quantized
 
 
-def frozen(weight: torch.Tensor) -> ScaledTensor:
-    """Quantize a weight to a frozen one of the same dtype."""
+def frozen(weight: torch.Tensor) -> ScaledTensor | BlockCodes:
+    """Quantize a weight to a frozen one of the same dtype. Raw float8 values are codes already."""
+    if weight.dtype in RAW_CODES:
+        return BlockCodes.of_raw(weight)
     stored = quantize(weight.detach(), torch.float8_e4m3fn, weight.dtype)
     stored.kind = Kind.UNTRAINED
     return stored
@@ -50,7 +52,7 @@ class ScaledWeight(PlainWeight):
 
 
 class BlockWeight(ScaledWeight):
-    """E4M3 codes of a checkpoint, with a scale for 128 x 128 values: `BlockCodes` in squares."""
+    """E4M3 codes multiplied as they are: `BlockCodes` in squares, or raw under the scale 1."""
 
     def read(self, weight, product):
         _check_copies(weight)
@@ -126,7 +128,7 @@ def kind_of_codes(weight: torch.Tensor) -> PlainWeight | None:
     if isinstance(weight, GatheredCodes):
         return GATHERED
     if isinstance(weight, BlockCodes):
-        return BLOCKS if weight.code_layout is SQUARE_CODES else DECODED
+        return DECODED if is_decoded(weight) else BLOCKS
     return None
 
 

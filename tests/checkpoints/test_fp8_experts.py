@@ -1,0 +1,141 @@
+"""Adapters on attention over frozen FP8 experts of transformers, and refused adapters on experts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conversion_steps import take_steps
+from peft import LoraConfig, get_peft_model
+from tiny_checkpoints import same_bits
+from torch import nn
+from transformers import (
+    FineGrainedFP8Config,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.integrations import finegrained_fp8
+
+import fp8_backends
+from fp8_backends import FP8BackendError, RecipeError, checkpoints
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts_per_tok": 2,
+    "experts_implementation": "eager",
+}
+FAMILIES = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig(num_local_experts=4, **SIZES)),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(num_experts=4, moe_intermediate_size=128, **SIZES),
+    ),
+}
+BLOCKWISE = {"backend": "native:blockwise", "fp8_params": True}
+IDS = torch.arange(32).reshape(2, 16) * 5 % 64
+
+
+def dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the values of codes [..., out, in] with a scale for 128 x 128, in bf16."""
+    scales = scales.repeat_interleave(128, -2)[..., : codes.shape[-2], :]
+    scales = scales.repeat_interleave(128, -1)[..., : codes.shape[-1]]
+    return (codes.float() * scales).to(torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def products_on_the_cpu(monkeypatch):
+    """Multiply as on a GPU without transformers' kernels: by the dequantized weight."""
+
+    def fp8_linear(x, weight, scale, block_size=None, bias=None, *others):
+        return nn.functional.linear(x, dequantized(weight, scale).to(x.dtype), bias)
+
+    monkeypatch.setattr(finegrained_fp8, "fp8_linear", fp8_linear)
+
+
+def loaded(family: str) -> tuple[nn.Module, nn.Module]:
+    """Return a frozen model as transformers loads its FP8 checkpoint, and one with its values."""
+    torch.manual_seed(0)
+    cls, config = FAMILIES[family]
+    plain = cls(copy.deepcopy(config)).bfloat16().requires_grad_(False).train()
+    model = copy.deepcopy(plain)
+    finegrained_fp8.replace_with_fp8_linear(model, ["lm_head", "gate"], FineGrainedFP8Config())
+    model.requires_grad_(False)
+    values = dict(plain.named_parameters())
+    for name, module in model.named_modules():
+        for key in [key for key in module._parameters if f"{key}_scale_inv" in module._parameters]:
+            weight, value = f"{name}.{key}", values[f"{name}.{key}"]
+            scales = torch.rand(module._parameters[f"{key}_scale_inv"].shape) * 1e-4 + 2e-4
+            codes = torch.randn(value.shape).mul_(60).to(torch.float8_e4m3fn)
+            module._parameters[key] = nn.Parameter(codes, requires_grad=False)
+            module._parameters[f"{key}_scale_inv"] = nn.Parameter(scales, requires_grad=False)
+            assert weight in values
+            value.data.copy_(dequantized(codes, scales))
+    return model.to("cpu"), plain
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False
+    )
+    return get_peft_model(model, config).train()
+
+
+def train(model: nn.Module, spec, steps: int) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    fp8_backends.prepare(model, optimizer, spec)
+    return take_steps(lambda: model(input_ids=IDS, labels=IDS).loss, optimizer, steps)
+
+
+def experts_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        if ".experts." in name
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_adapters_train_through_frozen_fp8_experts(family):
+    """Experts multiply by transformers; attention multiplies its codes here. Both equal the
+    dequantized base."""
+    model, plain = loaded(family)
+    model, plain = with_lora(model), with_lora(plain)
+    before = experts_of(model)
+    losses = train(model, BLOCKWISE, 20)
+    expected = train(plain, {**BLOCKWISE, "exclude": "*.experts*"}, 20)
+    assert losses == pytest.approx(expected, rel=2e-2) and losses[-1] < losses[0]
+    after = experts_of(model)
+    assert len(after) == 8 and all(same_bits(after[name], value) for name, value in before.items())
+    audit = fp8_backends.audit(model)
+    assert len(audit.products) == 8 and all("self_attn" in name for name in audit.products)
+    assert audit.foreign_fp8 and all("experts" in name for name in audit.foreign_fp8)
+    assert all(counts["dgrad"] >= 1 for counts in list(audit.products.values())[4:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_on_fp8_experts_are_refused_by_name(family):
+    """PEFT would add to the codes, and leave their scales out."""
+    model, _ = loaded(family)
+    config = LoraConfig(r=4, target_parameters=["experts.down_proj"])
+    model = get_peft_model(model, config)
+    with pytest.raises(RecipeError, match=r"experts: PEFT's target_parameters .*dequantize=True"):
+        fp8_backends.prepare(model, None, BLOCKWISE)
+
+
+def test_trainable_experts_and_other_recipes_are_refused_by_name():
+    model, _ = loaded("mixtral")
+    model.model.layers[1].mlp.experts.down_proj.requires_grad_()
+    with pytest.raises(RecipeError, match=r"layers.1.mlp.experts: .*would never train"):
+        fp8_backends.prepare(model, None, BLOCKWISE)
+    with pytest.raises(FP8BackendError, match="FP8Experts of transformers.*dequantize=True"):
+        checkpoints.dequantize(model)
