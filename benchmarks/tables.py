@@ -1,4 +1,4 @@
-"""Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and four pages from the
+"""Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and three pages from the
 records in `benchmarks/results`.
 
     benchmarks/tables.py                                  prints them all
@@ -7,11 +7,11 @@ records in `benchmarks/results`.
 
 The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` and the index
 have the table `summary`, three of the main `figures`; `README.rst` also `headline` and `choices`;
-`tables.rst` has `models`, `cards` and `llmq`, the guide to reliability `reliability`, and `speed.rst` `published`. A
-question without a record prints `not yet measured`. CPU questions have a table per recorded kind of
-CPU, and the targets read one CPU with bf16 products and one without: the usual two,
-`targets.USUAL`, if recorded, else the first by name. Every table but the README's names the machine,
-the versions and the date, and pairs speeds with losses for trained models.
+`tables.rst` has `models`, `cards` and `llmq`, and `speed.rst` `published`. A question without a
+record prints `not yet measured`. CPU questions have a table per recorded kind of CPU, and the
+targets read one CPU with bf16 products and one without: the usual two, `targets.USUAL`, if
+recorded, else the first by name. Every table but the README's names the machine, the versions and
+the date, and pairs speeds with losses for trained models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GUIDES = HERE.parent / "fp8_backends" / "docs"
 DOCUMENTS = (
     HERE.parent / "README.rst",
     HERE / "README.rst",
-    *(GUIDES / f"{name}.rst" for name in ("index", "tables", "reliability", "speed")),
+    *(GUIDES / f"{name}.rst" for name in ("index", "tables", "speed")),
 )
 NAMED = ("torch", "triton", "torchao", "transformer-engine", "bitsandbytes")
 """Libraries with versions above a table."""
@@ -1003,122 +1003,6 @@ def _range(values: list[float]) -> str | None:
     return low if low == high else f"{low} to {high}"
 
 
-def reliability(records: Records) -> str:
-    """Return one row per command of `benchmarks/reliability`, from its latest record."""
-    rows = []
-    for command, (what, told) in RELIABILITY.items():
-        found = [
-            records[f"{command}_cpu_{each}"]
-            for each in targets.features_of(records, f"{command}_cpu")
-        ]
-        latest = max(found, key=lambda record: record["machine"]["date"], default=None)
-        rows.append(
-            [
-                what,
-                *(told(latest) if latest else ["not yet measured", None]),
-                quoted(f"{command}.py"),
-            ]
-        )
-    named = [name.partition("_cpu_") for name in sorted(records)]
-    machines = dict.fromkeys(
-        where(records["".join(each)], each[2]) for each in named if each[0] in RELIABILITY
-    )
-    table = rst(["test", "how often", "result", "command"], rows)
-    return (
-        "\n\n".join([table, textwrap.fill(f"Measured on {'; '.join(machines)}.", 120)])
-        if machines
-        else table
-    )
-
-
-def _kills(record: dict) -> list[str]:
-    kills, failed = (sum(each[key] for each in record["results"]) for key in ("kills", "failed"))
-    return [f"{kills} kills", f"{failed} not resumed to the bit"]
-
-
-def _damage(record: dict) -> list[str]:
-    damaged, refused = (
-        sum(each[key] for each in record["results"]) for key in ("damaged", "refused")
-    )
-    return [f"{damaged} damaged files", f"{damaged - refused} silently loaded"]
-
-
-def _crafted(record: dict) -> list[str]:
-    tried = sum(each["tried"] for each in record["crafted"])
-    return [
-        f"{tried} crafted, {record['sound']} sound",
-        f"{len(record['failures'])} accepted, changed or wrongly refused",
-    ]
-
-
-def _fuzz(record: dict) -> list[str]:
-    counts = [
-        sum(area.get(key, 0) for area in record["areas"].values())
-        for key in ("internal", "ignored")
-    ]
-    cases = sum(sum(area.values()) for area in record["areas"].values())
-    return [f"{cases:,} cases", f"{counts[0]} internal errors, {counts[1]} ignored fields"]
-
-
-def _faults(record: dict) -> list[str]:
-    missed = sum(bool(each["wrong"]) for each in record["results"])
-    alarms, steps = record["clean"]["alarms"], record["clean"]["steps"]
-    tried = f"{len(record['results'])} faults, {len(alarms) * steps:,} clean steps"
-    return [tried, f"{missed} missed, {sum(map(len, alarms.values()))} false alarms"]
-
-
-def _soak(record: dict) -> list[str]:
-    trainings = [each for each in record["results"] if "losses" in each.get("records", [{}])[0]]
-    grown = [each["growth"] for each in record["results"] if "growth" in each]
-    tried = f"{len(trainings)} x {record['steps']:,} steps, 2 x {record['cycles']} cycles"
-    failed = sum(bool(each["faults"]) for each in record["results"])
-    return [
-        tried,
-        f"{failed} failed; memory grew by at most {percent(max(grown))} in the last half",
-    ]
-
-
-def _threads(record: dict) -> list[str]:
-    failed = sum(each["result"] != "holds" for each in record["results"])
-    return [
-        f"{len(record['results'])} cases, up to {record['repetitions']} times each",
-        f"{failed} failed",
-    ]
-
-
-def _monitor_cost(record: dict) -> list[str]:
-    shares = [each["share"] for each in record["recipes"]]
-    return [
-        f"{len(shares)} recipes, every {record['every']} steps",
-        f"costs {percent(max(shares))} of a step at most",
-    ]
-
-
-def _advise(record: dict) -> list[str]:
-    results = record["results"]
-    helped = [each for each in results if each["advised"]]
-    worst = max(each["ratio_on_others"] for each in helped)
-    in_bf16 = sum(word == "bf16" for each in helped for word in each["layers"].values())
-    return [
-        f"{len(results)} models",
-        f"{len(helped)} helped: at most {worst:.2f} of the gap, {in_bf16} layers in bf16",
-    ]
-
-
-RELIABILITY: dict[str, tuple[str, Callable[[dict], list[str]]]] = {
-    "kills": ("SIGKILL while ``save_state`` writes", _kills),
-    "damage": ("files of a checkpoint, damaged", _damage),
-    "crafted": ("states of optimizers and scales, crafted", _crafted),
-    "fuzz": ("bad strings, fields, files and commands", _fuzz),
-    "faults": ("faults of training, planted under a guard", _faults),
-    "soak": ("long trainings, and objects created and dropped", _soak),
-    "threads": ("threads, forked and spawned processes", _threads),
-    "monitor_cost": ("the monitor's cost", _monitor_cost),
-    "advise": ("advice for models in trouble", _advise),
-}
-"""By command: its subject, and a reader of its record."""
-
-
 def summary(records: Records) -> str:
     """Return the three figures of `README.rst` by backend, of a GPU, with one line on their base."""
     rows = [
@@ -1298,7 +1182,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "published": published,
     "llmq": llmq,
     "cards": cards,
-    "reliability": reliability,
 }
 _MARKED = re.compile(
     r"^\.\. begin table (?P<name>\S+)\n(?P<text>.*?)^\.\. end table (?P=name)\n",

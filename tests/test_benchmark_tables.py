@@ -34,7 +34,7 @@ MACHINE = {
 
 def test_documents_show_measured_figures():
     """Compare every table of `benchmarks/tables.py` with the records in `benchmarks/results`: the
-    summary in the README and the index, choices and cards in the README, models, reliability and
+    summary in the README and the index, choices and cards in the README, models and
     published runs in their pages, the others in `benchmarks/README.rst`.
 
     `benchmarks/tables.py --write` updates them."""
@@ -46,7 +46,7 @@ def test_documents_show_measured_figures():
     of_readme = {name: made.pop(name) for name in ("headline", "summary", "choices")}
     assert readme == of_readme
     shown = [{name: text for name, text in page.items() if name in made} for page in pages]
-    in_pages = (("models", "cards", "llmq"), ("reliability",), ("published",))
+    in_pages = (("models", "cards", "llmq"), ("published",))
     assert shown == [{name: made.pop(name) for name in names} for names in in_pages]
     assert measurements == made
 

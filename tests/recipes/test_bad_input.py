@@ -1,5 +1,5 @@
 """End bad input in this package's error, short and with the fault's name: one class of fault after
-another, found by `benchmarks/reliability/fuzz.py`."""
+another, found by `tests/stress/test_fuzz.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Test if `advise` halves the gap of models in trouble with 95 % of the weight FLOPs in FP8, on
 other batches, too.
 
-    benchmarks/reliability/advise.py [--quick] [--out FOLDER]
+    benchmarks/advise.py [--quick] [--out FOLDER]
 
 A small Llama is trained in FP32 on Python's sources, and then gets the outliers of large models
 after a long run: activation channels many times larger than the others. A channel is multiplied by
@@ -18,14 +18,11 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from measuring import cpu_features, table, write_json

@@ -20,7 +20,7 @@ from fp8_backends.recipes.merging import merged
 from fp8_backends.recipes.sources import LAUNCHED, PREFIX, config_source
 from fp8_backends.tools.config.training_config import given_fields, yaml_fields
 
-_TRUE, _FALSE = {"true", "1", "yes", "y", "on", "t"}, {"false", "0", "no", "n", "off", "f"}
+TRUE, FALSE = {"true", "1", "yes", "y", "on", "t"}, {"false", "0", "no", "n", "off", "f"}
 BACKENDS = {
     "msamp": "native",
     "ms-amp": "native",
@@ -29,11 +29,7 @@ BACKENDS = {
     "transformer-engine": "te",
 }
 """Meanings of backend names."""
-_ONE_RULE = {"dynamic", "tensorwise", "current"}
-
-
-class Ignored(AssertionError):
-    """Signal accepted input without meaning, or with another meaning after a round trip."""
+ONE_RULE = {"dynamic", "tensorwise", "current"}
 
 
 def meanings(value: Any) -> list:
@@ -43,100 +39,94 @@ def meanings(value: Any) -> list:
         word = value.strip().lower()
         parts = tuple(part.strip().strip("'\"") for part in word.strip("()[]").split(","))
         plain = tuple(part.strip() for part in word.split(","))
-        found = [word, parts, plain, tuple(part in _TRUE for part in parts)]
-        found += [word in _TRUE] if word in _TRUE | _FALSE else []
+        found = [word, parts, plain, tuple(part in TRUE for part in parts)]
+        found += [word in TRUE] if word in TRUE | FALSE else []
         found += ["off"] if word == "false" else []
         with contextlib.suppress(ValueError):
             found.append(float(word))
         return found
-    if isinstance(value, (list, tuple)):
-        return [
-            tuple(value),
-            tuple(_spelled(each) for each in value),
-            *meanings(",".join(map(str, value))),
-        ]
-    if isinstance(value, collections.deque):
-        return meanings(tuple(value))
-    return ["off", value] if value is False else [value]  # as YAML reads it
+    if value is False:
+        return ["off", value]  # as YAML reads it
+    if not isinstance(value, (list, tuple, collections.deque)):
+        return [value]
+    items = tuple(value)
+    return [items, spelled(items), *meanings(",".join(map(str, items)))]
 
 
-def _spelled(value: Any) -> Any:
+def spelled(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(map(_spelled, value))
+        return tuple(map(spelled, value))
     return value.lower() if isinstance(value, str) else value
 
 
 def is_seen(name: str, value: Any, recipe: Recipe) -> bool:
     """Tell if the recipe has the value given for a field."""
     if name == "backend":
-        return _is_named(value, recipe)
+        return is_named(value, recipe)
     if name == "scaling":
-        word = value.strip().lower()
-        return word == recipe.scaling or {word, recipe.scaling} <= _ONE_RULE
+        return is_rule(value.strip().lower(), recipe)
     found = recipe.level if name == "opt_level" else getattr(recipe, name)
     if found is value:
         return True
     if name == "saved_activations" and found == "off":  # a word that YAML and handlers may convert
         return str(value).strip().lower() in ("off", "", "none", "false")
-    found = _spelled(found)
+    found = spelled(found)
     return {*found} == value if isinstance(value, set) else found in meanings(value)
 
 
-def _is_named(text: str, recipe: Recipe) -> bool:
-    head, plus, level = text.strip().lower().partition("+msamp")
-    head, _, rest = head.partition(":")
+def is_rule(word: str, recipe: Recipe) -> bool:
+    return word == recipe.scaling or {word, recipe.scaling} <= ONE_RULE
+
+
+def is_named(text: str, recipe: Recipe) -> bool:
+    head, _, level = text.strip().lower().partition("+msamp")
+    head, _, scaling = head.partition(":")
     if head.startswith(("bf16", "fp16")):
         return True
-    scaling, level = (
-        ("window", rest or level) if head in ("msamp", "ms-amp") else (rest, level.strip(": "))
+    level = level.strip(": ")
+    if head in ("msamp", "ms-amp"):
+        scaling, level = "", scaling or level
+    return (
+        recipe.compute == BACKENDS.get(head, head)
+        and level in ("", recipe.level.lower())
+        and (not scaling or is_rule(scaling, recipe))
     )
-    right = recipe.compute == BACKENDS.get(head, head) and (
-        not level or recipe.level.lower() == level
-    )
-    same = not scaling or scaling == recipe.scaling or {scaling, recipe.scaling} <= _ONE_RULE
-    return right and (same or head in ("msamp", "ms-amp"))
 
 
 def check_seen(recipe: Recipe, given: dict[str, Any]) -> None:
     for name, value in given.items():
-        if value is not None and name in FIELDS and not is_seen(name, value, recipe):
-            raise Ignored(f"{name}={short(value)} is not in {recipe!r}")
+        if value is not None and name in FIELDS:
+            assert is_seen(name, value, recipe), f"{name} is not in {recipe!r}"
 
 
 def check_round_trips(recipe: Recipe) -> None:
     """Check that the recipe survives every carrier."""
+    fields = {name: value for name, value in recipe.to_kwargs().items() if name not in NAMING}
+    fields["backend"] = recipe.name
     again = {
         "to_kwargs": lambda: type(recipe)(**recipe.to_kwargs()),
         "copy": lambda: copy.deepcopy(recipe),
-        "dictionary": lambda: resolve({"backend": recipe.name, **_settings(recipe)}),
+        "dictionary": lambda: resolve(fields),
     }
     if not any(FIELDS[name].is_object for name in recipe.to_kwargs() if name in FIELDS):
-        fields = {"backend": recipe.name, **_settings(recipe)}
-        variables = {
-            PREFIX + _variable(name): str(value) for name, value in yaml_fields(recipe).items()
-        }
-        flags = [
-            word for name, value in given_fields(recipe).items() for word in _flag(name, value)
-        ]
+        in_file = yaml_fields(recipe)
+        variables = {PREFIX + variable(name): str(value) for name, value in in_file.items()}
+        file = yaml.safe_load(yaml.safe_dump(in_file))
+        flags = [word for item in given_fields(recipe).items() for word in flag(*item)]
         flags = ["--fp8_backend", recipe.name, *flags, __file__]
         again |= {
             "pickle": lambda: pickle.loads(pickle.dumps(recipe)),
             "worker": lambda: from_environment({LAUNCHED: json.dumps(fields)}),
             "environment": lambda: from_environment(variables),
-            "file": lambda: FP8RecipeKwargs(
-                **merged(
-                    [config_source(yaml.safe_load(yaml.safe_dump(yaml_fields(recipe))), "c.yaml")]
-                )
-            ),
+            "file": lambda: FP8RecipeKwargs(**merged([config_source(file, "c.yaml")])),
             "flags": lambda: FP8RecipeKwargs(**launch.recipe_flags(launch.parse(flags)).fields),
         }
     for name, make in again.items():
         try:
             made = make()
         except FP8BackendError as error:
-            raise Ignored(f"{recipe!r} is refused by way of {name}: {error}") from None
-        if means(made) != means(recipe):
-            raise Ignored(f"{recipe!r} comes back by way of {name} as {made!r}")
+            raise AssertionError(f"{recipe!r} is refused by way of {name}") from error
+        assert means(made) == means(recipe), f"{name} returns another recipe"
 
 
 def means(recipe: Recipe) -> tuple:
@@ -145,26 +135,15 @@ def means(recipe: Recipe) -> tuple:
     return recipe.name, {**recipe.described, "pad_inner_dim": recipe.pad_inner_dim is not False}
 
 
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    return {name: value for name, value in recipe.to_kwargs().items() if name not in NAMING}
-
-
-def _variable(key: str) -> str:
+def variable(key: str) -> str:
     return FIELDS[key].own_suffix if key in FIELDS else key.upper()
 
 
-def _flag(name: str, value: Any) -> list[str]:
-    flag = f"--fp8_{FIELDS[name].own_suffix.lower()}"
+def flag(name: str, value: Any) -> list[str]:
+    word = f"--fp8_{FIELDS[name].own_suffix.lower()}"
     if name == "use_autocast_during_eval":  # Accelerate's switch, without a value
-        return [flag] * value
+        return [word] * value
     if isinstance(value, tuple) and isinstance(value[0], str):
-        names = tuple(name.strip() for name in ",".join(value).split(","))
+        names = tuple(each.strip() for each in ",".join(value).split(","))
         value = ",".join(value) if names == value else list(value)
-    return [f"{flag}={value}"]  # in one word: the value may begin with a hyphen
-
-
-def short(value: Any) -> str:
-    try:
-        return repr(value)[:80]
-    except Exception:
-        return f"a {type(value).__name__}"
+    return [f"{word}={value}"]  # in one word: the value may begin with a hyphen

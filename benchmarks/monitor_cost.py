@@ -11,17 +11,13 @@ from __future__ import annotations
 import argparse
 import copy
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from measuring import cpu_features, interval, ratio, summary, synchronize, table, write_json  # noqa: E402
+from measuring import cpu_features, interval, ratio, summary, synchronize, table, write_json
 
 RECIPES = (
     ("native:dynamic", False),
