@@ -313,8 +313,9 @@ class LayerFilter:
     def take_classes(self, weights: list[Found]) -> None:
         """Take Linear subclasses by their name in `include`, whose forward only multiplies."""
         for weight in weights:
-            conversion = weight.conversion
-            cls = type(weight.module) if conversion is None else conversion.original
+            cls = type(weight.module)
+            if weight.conversion is not None:
+                cls = weight.conversion.original
             if cls is nn.Linear or not issubclass(cls, nn.Linear):
                 continue
             is_named = cls.__name__ in (*self.include, *self.added)

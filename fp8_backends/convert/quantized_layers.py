@@ -14,11 +14,12 @@ from torch import nn
 from ..compute.interface import Compute, Recipe
 from ..errors import FP8BackendError, RecipeError, Refusal
 from ..formats.formats import E4M3
-from ..formats.scaling import SQUARES
+from ..formats.scaling import SQUARES, e8m0_values
 from ..tensors.block_codes import (
     RAW_CODES,
     SQUARE_CODES,
     BlockCodes,
+    CodeLayout,
     dequantize_bias,
     e4m3_layout,
     layout_of,
@@ -102,10 +103,6 @@ def kind_of(module: nn.Module) -> Kind | None:
     return None
 
 
-def _is_fp8_experts(module: nn.Module) -> bool:
-    return kind_of(module) is NOT_LINEAR
-
-
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Kind]]:
     for name, module in model.named_modules():
         if kind := kind_of(module):
@@ -114,15 +111,25 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Kind]]:
 
 def raw_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     """Return the Linears with a raw float8 weight, such as `module.to(torch.float8_e4m3fn)`
-    leaves. Another library that handles its codes has replaced class or forward."""
-    return [
+    leaves. Another library that handles its codes has replaced class or forward. Raise
+    `RecipeError` for codes with scales."""
+    layers = [
         (plain_name(name), module)
         for name, module in model.named_modules()
         if type(module) is nn.Linear
-        and getattr(module._parameters.get("weight"), "dtype", None) in RAW_CODES
+        and (weight := module._parameters.get("weight")) is not None
+        and weight.dtype in RAW_CODES
         and not kind_of(module)
         and not forward_obstacle(module)
     ]
+    for name, layer in layers:
+        if others := [*layer._buffers, *(layer._parameters.keys() - {"weight", "bias"})]:
+            raise RecipeError(
+                f"{name}: raw float8 codes have the scale 1, and this layer has {listed(others)} "
+                "besides: load scaled codes with fp8_backends.checkpoints.load_codes, or leave the "
+                "layer in bf16"
+            )
+    return layers
 
 
 def training_codes(model: nn.Module) -> list[str]:
@@ -150,7 +157,7 @@ def check(model: nn.Module, recipe: Recipe, compute: Compute) -> None:
                 "gradients, so layers before it would not train: load "
                 f"{WITHOUT_BACKWARD[cls.__name__]}"
             )
-        if "parameter_name" in vars(module) and any(map(_is_fp8_experts, module.modules())):
+        if "parameter_name" in vars(module) and NOT_LINEAR in map(kind_of, module.modules()):
             raise RecipeError(
                 f"{plain_name(name)}: PEFT's target_parameters adds to the codes of FP8 experts, "
                 "and rounds the sum to float8, without their scales: adapt other layers, such as "
@@ -161,13 +168,6 @@ def check(model: nn.Module, recipe: Recipe, compute: Compute) -> None:
         raise RecipeError(f"{names[0]}{more}: {TRAINS}")
     for name, layer in raw_layers(model):
         layout = RAW_CODES[layer.weight.dtype]
-        others = [*layer._buffers, *(layer._parameters.keys() - {"weight", "bias"})]
-        if others:
-            raise RecipeError(
-                f"{name}: raw float8 codes have the scale 1, and this layer has {listed(others)} "
-                "besides: load scaled codes with fp8_backends.checkpoints.load_codes, or leave the "
-                "layer in bf16"
-            )
         if any(p.requires_grad for p in layer.parameters()):
             raise RecipeError(f"{name}: {RAW_TRAINS}")
         if not compute.takes_block_codes(recipe, layout):
@@ -253,12 +253,13 @@ def freeze_codes(model: nn.Module) -> list[str]:
         The names of these layers. All others stay unchanged.
 
     Raises:
-        FP8BackendError: packed layers of another format (integers, zero points), or not loaded yet;
-            nothing has changed then.
+        FP8BackendError: packed layers of another format (integers, zero points), not loaded yet, or
+            raw float8 with scales; nothing has changed then.
     """
     check_is_module(model)
     layers = [entry for entry in quantized_layers(model) if _keeps_codes(*entry[1:])]
-    dtype, raw = _plain_dtype(model, layers), raw_layers(model)
+    dtype = _plain_dtype(model, layers)
+    raw = raw_layers(model)
     for name, layer in raw:
         refuse_if_held(layer.weight, f"{name}.weight")
 
@@ -321,7 +322,7 @@ def load_codes(
                 f"{prefix}{layer} holds {layout.name} codes, and is no plain Linear of this model"
             )
         own = tuple(parts[layer][part] for part in layout.parts)
-        if why := layout.unfit(own, tuple(module.weight.shape)):
+        if why := _unfit(layout, own, tuple(module.weight.shape)):
             raise FP8BackendError(f"{prefix}{layer}: {why}")
         refuse_if_held(module.weight, f"{layer}.weight")
     taken = {
@@ -491,7 +492,9 @@ def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
             absent = any(is_distributed(part) or part.is_meta for part in parts)
             shape = layer.out_features, layer.in_features
             why = (
-                "its codes are sharded, or not loaded yet" if absent else layout.unfit(parts, shape)
+                "its codes are sharded, or not loaded yet"
+                if absent
+                else _unfit(layout, parts, shape)
             )
         if why:
             raise FP8BackendError(f"{name}, {kind.title}: {why}; {LOAD_PLAIN}")
@@ -507,9 +510,20 @@ def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
             f"{name}: its codes are sharded, or not loaded yet: dequantize whole, loaded layers"
         )
     parts = _codes_and_scales(layer, kind)
-    if why := e4m3_layout(parts[1], _block(layer, kind)).unfit(parts, tuple(weight.shape)):
+    layout = e4m3_layout(parts[1], _block(layer, kind))
+    if why := _unfit(layout, parts, tuple(weight.shape)):
         raise FP8BackendError(f"{name}, {kind.title}: {why}; {LOAD_PLAIN}")
     refuse_if_held(weight, f"{name}.weight")
+
+
+def _unfit(layout: CodeLayout, parts: tuple[torch.Tensor, ...], shape: tuple[int, ...]) -> str:
+    """Return the reason why these parts hold no weight of this shape; "" if they do."""
+    if why := layout.unfit(parts, shape):
+        return why
+    scales = (e8m0_values(s) if s.dtype == torch.uint8 else s.float() for s in parts[1:])
+    if all(bool(torch.isfinite(scale).all()) for scale in scales):
+        return ""
+    return "its scales are damaged: not all are finite"
 
 
 def _codes_and_scales(layer: nn.Linear, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:

@@ -249,13 +249,15 @@ def find_weight_products(model: nn.Module) -> list[Found]:
     for name, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(id(module), module)
         names.setdefault(id(module), []).append(plain_name(name))
-        for adapter in adapters_over(module) if "forward" in module.__dict__ else ():
+        if "forward" not in module.__dict__:
+            continue
+        for adapter in adapters_over(module):
             for part_name, part in adapter.named_modules():
                 if id(part) not in modules:  # else the adapted module
                     outside.add(id(part))
                     modules[id(part)] = part
                     full_name = f"{plain_name(name)}.{type(adapter).__name__}.{part_name}"
-                    names[id(part)] = [full_name]
+                    names[id(part)] = [full_name.lstrip(".")]
     is_head, (adapters, adapted) = _head_test(modules.values()), _adapter_parts(modules.values())
     # transformers' class, or no class if transformers was never imported
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
@@ -356,8 +358,11 @@ def may_hold_codes(model: nn.Module) -> bool:
     return any(
         not _OF_LOADERS.isdisjoint(vars(module))
         or any(cls.__module__.startswith("transformers.") for cls in type(module).__mro__)
-        or any(isinstance(parameter, BlockCodes) for parameter in module._parameters.values())
-        or getattr(module._parameters.get("weight"), "dtype", None) in RAW_CODES
+        or any(
+            isinstance(parameter, BlockCodes) or parameter.dtype in RAW_CODES
+            for parameter in module._parameters.values()
+            if parameter is not None
+        )
         for module in model.modules()
     )
 

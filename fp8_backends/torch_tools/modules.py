@@ -182,7 +182,8 @@ def follows_class(module: nn.Module) -> Iterator[None]:
 def adapters_over(module: nn.Module) -> list[nn.Module]:
     """Return the adapters whose forward runs in place of the one on the module's instance, such as
     kohya's LoRA."""
-    owners = [getattr(held.function, "__self__", module) for held in _levels(module)]
+    functions = [held.function for held in _levels(module)]
+    owners = [each.__self__ for each in functions if type(each) is MethodType]
     return [each for each in owners if each is not module and isinstance(each, nn.Module)]
 
 
@@ -202,15 +203,20 @@ def trains_by_adapters(model: nn.Module, held: Collection[int]) -> bool:
 def _levels(module: nn.Module) -> Iterator[_Held]:
     """Yield the instance's forward, and the one inside each known wrapper."""
     held = _Held.item(module.__dict__, "forward")
-    while held is not None:
+    yield held
+    while not _is_own(held.function, module):
+        held = _wrapped(held.function, module)
+        if held is None:
+            return
         yield held
-        held = None if _is_own(held.function, module) else _wrapped(held.function, module)
 
 
 def _innermost(module: nn.Module) -> _Held | None:
     """Return the instance's forward without the known wrappers; None if there is none on the
     instance."""
-    return list(_levels(module))[-1] if "forward" in module.__dict__ else None
+    if "forward" not in module.__dict__:
+        return None
+    return list(_levels(module))[-1]
 
 
 def _is_own(function: Any, module: nn.Module) -> bool:
@@ -227,13 +233,13 @@ def _wrapped(function: Any, module: nn.Module) -> _Held | None:
             return _Held.item(module.__dict__, "_old_forward")
         state = (function.args, function.keywords, vars(function))
         return _Held(function.func, lambda inner: function.__setstate__((inner, *state)))
-    if isinstance(function, MethodType) and is_adapter(function.__self__):
+    if type(function) is MethodType and is_adapter(function.__self__):
         adapter = vars(function.__self__)
         return _Held.item(adapter, next(name for name in ADAPTERS_HOLD if name in adapter))
     if not isinstance(function, FunctionType):  # te's `AroundRoot`
-        return (
-            _Held.item(vars(function), "__wrapped__") if hasattr(function, "__wrapped__") else None
-        )
+        if not hasattr(function, "__wrapped__"):
+            return None
+        return _Held.item(vars(function), "__wrapped__")
     cell = None
     inner = vars(function).get("__wrapped__")
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))

@@ -437,6 +437,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_whole(modelopt):
             **tensors,
             f"{name}.weight_scale": tensors[f"{name}.weight_scale"][:, :8],
         },
+        "up_proj: its scales are damaged": {
+            **tensors,
+            f"{name}.weight_scale_2": torch.full_like(tensors[f"{name}.weight_scale_2"], torch.inf),
+        },
     }
     for message, broken in wrong.items():
         model = llama().bfloat16()

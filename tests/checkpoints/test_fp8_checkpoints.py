@@ -227,6 +227,11 @@ def test_unsupported_code_layers_are_refused_with_fix():
     assert type(quantized.model.layers[0].self_attn.q_proj).__name__ == "FP8Linear", (
         "nothing has changed"
     )
+    quantized.model.layers[0].mlp.up_proj.weight_scale_inv = nn.Parameter(
+        torch.full((3, 2), torch.nan)
+    )
+    with pytest.raises(FP8BackendError, match="up_proj, FP8Linear.*scales are damaged"):
+        fp8_backends.prepare(quantized.requires_grad_(False), None, {"backend": "native", **FROZEN})
     experts = FP8Experts.__new__(FP8Experts)
     nn.Module.__init__(experts)
     experts.gate_up_proj = nn.Parameter(

@@ -173,8 +173,10 @@ def test_trainable_raw_float8_is_refused_by_name():
 def test_codes_with_a_scale_of_their_own_are_refused_by_name():
     model = raw()
     model.second.register_buffer("scale_weight", torch.tensor(0.5))
-    with pytest.raises(RecipeError, match="second: raw float8 .* has scale_weight besides"):
-        fp8_backends.prepare(model, None, "native:dynamic")
+    for take in (lambda m: fp8_backends.prepare(m, None, "native"), checkpoints.freeze_codes):
+        with pytest.raises(RecipeError, match="second: raw float8 .* has scale_weight besides"):
+            take(model)
+        assert model.first.weight.dtype == E4M3
     with pytest.raises(FP8BackendError, match="second.weight in the checkpoint: of another name"):
         checkpoints.load_codes(
             Block(), {**Block().state_dict(), "second.weight": raw().second.weight}

@@ -360,7 +360,7 @@ def _around(
     carrier.weight, carrier.bias = layer.weight, layer.bias
     rule = layer_rule(recipe)
     layout = RAW_CODES.get(carrier.weight.dtype)
-    if isinstance(carrier.weight, BlockCodes):
+    if type(carrier.weight) is BlockCodes:
         layout = carrier.weight.code_layout
     if layout not in (None, SQUARE_CODES):
         rule = rule._replace(frozen_weight=f"from {layout.name}")
