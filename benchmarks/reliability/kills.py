@@ -27,7 +27,19 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with threads cannot be forked
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import cpu_features, table, write_json  # noqa: E402
-from resumed_runs import BACKENDS, ON_TWO_RANKS, Failed, Run, Seen, forked, start, unbroken, warm_up  # noqa: E402
+from resumed_runs import (  # noqa: E402
+    BACKENDS,
+    OFFLOADED,
+    ON_TWO_RANKS,
+    WITHOUT_OFFLOAD,
+    Failed,
+    Run,
+    Seen,
+    forked,
+    start,
+    unbroken,
+    warm_up,
+)
 
 import fp8_backends  # noqa: E402
 
@@ -41,6 +53,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200, help="at random moments (200)")
     parser.add_argument("--quick", action="store_true", help="a few kills of one backend")
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help=f"of {OFFLOADED} alone, resumed with and without offload",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write the record")
     args = parser.parse_args()
@@ -48,6 +65,8 @@ def main() -> int:
     warm_up()
     rows = []
     backends = (*BACKENDS[: 1 if args.quick else None], ON_TWO_RANKS)
+    if args.offload:
+        backends = (OFFLOADED,)
     kills = 8 if args.quick else args.kills
     for backend in backends:
         with tempfile.TemporaryDirectory() as folder:
@@ -142,13 +161,15 @@ def outcome(
     os.waitpid(process, 0)
     with os.fdopen(result, "rb") as pipe:
         pipe.read()  # until each rank has ended
-    found = forked(lambda: resume(backend, folder, anew, expected))
+    loaders = (backend, WITHOUT_OFFLOAD) if backend == OFFLOADED else (backend,)
+    resumed = [forked(lambda: resume(loader, folder, anew, expected)) for loader in loaders]  # noqa: B023
     shutil.rmtree(folder)
-    if isinstance(found, Failed):
-        return f"{found.name}: {found.text.splitlines()[0]}"
-    step, exact = found
-    if not exact:
-        return f"resumed at step {step} with other values"
+    for loader, found in zip(loaders, resumed, strict=True):
+        if isinstance(found, Failed):
+            return f"{loader}: {found.name}: {found.text.splitlines()[0]}"
+        step, exact = found
+        if not exact:
+            return f"{loader} resumed at step {step} with other values"
     return {killed_step - 1: "before", killed_step: "killed step"}.get(
         step, f"found step {step} of {killed_step}"
     )

@@ -28,6 +28,8 @@ import fp8_backends  # noqa: E402
 BACKENDS = ("msamp:O2", "native:delayed", "msamp:O3")
 ON_TWO_RANKS = "msamp:O4 under ZeRO-2"
 """The same on two ranks in DeepSpeed's engine, which a run forks: its process and a child."""
+WITHOUT_OFFLOAD = "msamp:O4"
+OFFLOADED = "msamp:O4 with offload"
 STEPS = 6
 _LAST = "last"
 
@@ -54,9 +56,9 @@ class Run:
     def __init__(self, backend: str, folder: Path, anew: bool, seed: int = 0) -> None:
         torch.set_num_threads(1)
         self.folder, self.anew = folder, anew
-        arguments = {
-            "kwargs_handlers": [fp8_backends.FP8RecipeKwargs(backend=backend.partition(" ")[0])]
-        }
+        fields = {"offload": "states"} if backend == OFFLOADED else {}
+        recipe = fp8_backends.FP8RecipeKwargs(backend=backend.partition(" ")[0], **fields)
+        arguments = {"kwargs_handlers": [recipe]}
         if backend == ON_TWO_RANKS:
             arguments["deepspeed_plugin"] = _zero_2_on_two_ranks()
             arguments["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))
