@@ -32,7 +32,11 @@ def main(args: argparse.Namespace) -> None:
     os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8"
     os.environ |= {f"ACCELERATE_FP8_{name.upper()}": value for name, value in recipe.items()}
     torch.manual_seed(0)
+    batch = 1
+    rate = 1e-5
     if args.tiny:
+        batch = 16
+        rate = 5e-3
         model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=128, **SIZES))
         sequences = (torch.arange(160)[:, None] + torch.arange(32)) % 100
         words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
@@ -48,8 +52,8 @@ def main(args: argparse.Namespace) -> None:
     config = SFTConfig(
         output_dir=args.output,
         num_train_epochs=1,
-        per_device_train_batch_size=16 if args.tiny else 1,
-        learning_rate=5e-3 if args.tiny else 1e-5,
+        per_device_train_batch_size=batch,
+        learning_rate=rate,
         gradient_checkpointing=True,
         max_grad_norm=0,  # gradients are gone before their norm is known
         max_length=args.length,
