@@ -224,6 +224,40 @@ def cards() -> list[dict]:
     return found
 
 
+OFFLOADED = {"backend": "msamp:O4", "offload": "states", "include": "+lm_head", "fused_head": True}
+OFFLOADED_STEPS = (("7b", 28, 1), ("7b", 8, 64), ("7B", 18, 1), ("7B", 8, 64))
+"""Llama 2 and Qwen 2.5 of 7 billion parameters: sequences at a time, and microbatches of a step."""
+HOST_CORES = 16
+
+
+def offloaded() -> list[dict]:
+    """Predict full fine-tuning on one RTX 4090 with steps in the host: bf16 weights where no level
+    stores them, compiled, checkpointing."""
+    from fp8_backends.tools.estimate import Workload, estimate
+
+    found = []
+    for model, batch, microbatches in OFFLOADED_STEPS:
+        workload = Workload(
+            model=model_of(model),
+            chip="rtx4090",
+            memory=24 * 2**30,
+            batch=batch,
+            sequence=LLMQ_SEQUENCE,
+            microbatches=microbatches,
+            checkpointing=True,
+            compiled=True,
+            weights="bf16",
+            cores=HOST_CORES,
+        )
+        (one,) = estimate(workload, [{**OFFLOADED, "gradient_release": microbatches == 1}])
+        tokens = microbatches * batch * LLMQ_SEQUENCE
+        seen = {"model": model, "batch": batch, "microbatches": microbatches, "fits": one.fits}
+        seen |= {"peak": one.peak, "host": one.host, "parts": dict(one.time.parts)}
+        speeds = (tokens / one.time.high, one.tokens_per_second, tokens / one.time.low)
+        found.append(seen | {"tokens_per_second": speeds})
+    return found
+
+
 def layers() -> list[dict]:
     """Predict TransformerEngine's table, under a load of products only."""
     found = []
@@ -280,6 +314,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [*layers(), *rows_of(RUNS)]
     record = {"question": "published runs, predicted", "results": rows, "cards": cards()}
+    record["offloaded"] = offloaded()
     write_json(arguments.json, record)
     cells = [
         [*(row[name] for name in ("what", "backend", "published", "predicted")), signed(row)]

@@ -943,6 +943,25 @@ def cards(records: Records) -> str:
     return rst(header, rows)
 
 
+def offloaded(records: Records) -> str:
+    """Return predicted steps on one RTX 4090 with optimizer states in the host."""
+    if "published" not in records:
+        return "Predicted steps with offload: not yet measured."
+    parts = ("products", "casts", "attention", "other", "optimizer", "offload")
+    names = {"7b": "Llama 2 7B", "7B": "Qwen 2.5 7B"}
+    rows = []
+    for each in records["published"]["offloaded"]:
+        low, middle, high = each["tokens_per_second"]
+        batch = f"{each['batch']} x 1,024"
+        if each["microbatches"] > 1:
+            batch = f"{each['microbatches']} x {batch}"
+        fits = "yes" if each["fits"] else "no"
+        row = [names[each["model"]], batch, f"{each['peak'] / 2**30:.1f} GiB", fits]
+        row.append(f"{middle:,.0f} ({low:,.0f} to {high:,.0f})")
+        rows.append(row + [f"{each['parts'][part]:.2f}" for part in parts])
+    return rst(["model", "tokens a step", "peak", "fits", "tokens/s", *parts], rows)
+
+
 def models(records: Records) -> str:
     """Return one row per model of each record, over all of its backends."""
     tables = []
@@ -1182,6 +1201,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "published": published,
     "llmq": llmq,
     "cards": cards,
+    "offloaded": offloaded,
 }
 _MARKED = re.compile(
     r"^\.\. begin table (?P<name>\S+)\n(?P<text>.*?)^\.\. end table (?P=name)\n",

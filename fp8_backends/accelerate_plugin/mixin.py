@@ -441,9 +441,12 @@ class FP8Mixin(_RunTimeClass):
         self.project_configuration = replace(project, automatic_checkpoint_naming=False)
         try:
             with (
+                ExitStack() as entered,
                 self._scaling_in_files(),
                 self._around_states(whole_states, receives=self.writes_files),
             ):
+                if offload := features.wanted("offload", self.fp8_recipe):
+                    entered.enter_context(offload.writing_checkpoint(folder))
                 checkpoints.save_scaling(self, folder)
                 with engines.whole_files(self):
                     save(folder, *args, **kwargs)

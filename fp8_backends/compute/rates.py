@@ -41,6 +41,9 @@ _STEPS = (
     "fitted to 18 steps of step_1b_gpu.json and step_8b_gpu.json (`benchmarks/ahead/fit_step.py`)"
 )
 _INDUCTOR = "bytes in Inductor's code over the bytes of separate kernels, ahead_H200_rates.json"
+_HOST_STEP = (
+    "seconds an element of the C++ step in the host, measured on a core of an AMD EPYC, AVX2"
+)
 CONSTANTS = {
     "memory": Constant(
         0.77, "bandwidth of a kernel over the data sheet's: quantize_gpu.json, delayed"
@@ -83,6 +86,15 @@ CONSTANTS = {
     "optimizer O2": Constant(6.40e-12, "the same"),
     "optimizer O3": Constant(7.20e-12, "the same"),
     "optimizer O4": Constant(10.24e-12, "the same"),
+    "host step O1": Constant(3.0e-9, _HOST_STEP),
+    "host step O2": Constant(3.8e-9, _HOST_STEP),
+    "host step O3": Constant(4.2e-9, _HOST_STEP),
+    "host step O4": Constant(5.3e-9, _HOST_STEP),
+    "busy host": Constant(2.0, "the same on a core shared with other work, over the least time"),
+    "PCIe": Constant(
+        25e9, "bytes a second of PCIe 4.0 x16, one way, as copies reach them: assumed"
+    ),
+    "in backward": Constant(2 / 3, "share of a device's work, without recomputation: assumed"),
     "wire": Constant(0.7, "bandwidth of a collective over the link's: assumed"),
     "exposed": Constant(
         0.15, "share of the wire outside the computation (first gather, last bucket): assumed"

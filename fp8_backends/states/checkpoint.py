@@ -44,23 +44,27 @@ def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
         ):
             state[MASTER] = p.detach()
         state_dict["state"][key] = {
-            name: _exported(value, optimizer.fp8_unread) for name, value in state.items()
+            name: _exported(value, optimizer) for name, value in state.items()
         }
     return state_dict
 
 
-def _exported(value: torch.Tensor, unread: bool) -> torch.Tensor:
+def _exported(value: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """Return one state as a plain tensor: scaled ones on the CPU, in BF16 if it represents them
     exactly."""
     if is_distributed(value):
         return dequantize_shards(value, torch.float32)
     if not isinstance(value, ScaledTensor):
         return value
-    if unread:
+    if optimizer.fp8_unread:
         return torch.empty(value.shape, dtype=torch.float32, device="meta")
     values = value.exact(torch.float32).cpu()
     narrow = values.bfloat16()
-    return narrow if torch.equal(narrow.float(), values) else values
+    if torch.equal(narrow.float(), values):
+        values = narrow
+    if optimizer.fp8_offload is not None:
+        values = optimizer.fp8_offload.for_files(values)
+    return values
 
 
 def load_states(

@@ -360,8 +360,8 @@ def export_plain(module: nn.Module, state_dict: dict, prefix: str, local_metadat
         # autograd counts no writes to tensors made in inference mode
         with torch.inference_mode(False):
             values = dequantize_shards(weight)
-            if local_part(weight).stored.offloaded:
-                values = values.cpu()
+            if (for_files := local_part(weight).stored.offloaded) is not None:
+                values = for_files(values)
         local_part(weight).stored.state_dict_copies.add(values, f"{prefix}{name}")
         state_dict[f"{prefix}{name}"] = values
 

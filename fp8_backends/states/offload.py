@@ -8,10 +8,14 @@ gradients are released, else in `step()`, one weight while others are copied. Al
 of a step on the device. Plain parameters stay on the device with their states.
 """
 
+import mmap
 import os
 import queue
+import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +94,7 @@ class Offload:
             if stored.rest is not None:
                 stored.rest = stored.rest.to("cpu")
             twin.tensor.stored.rest = stored.rest
-            stored.offloaded = True
+            stored.offloaded = self.for_files
             twin.see(stored)
         return twin.tensor
 
@@ -155,6 +159,21 @@ class Offload:
         self._waits_for_end = False
         self.link.finish()
 
+    @staticmethod
+    def for_files(values: torch.Tensor) -> torch.Tensor:
+        """Return values of a state dict in the host: in its memory, or in a file without a name."""
+        values = values.cpu()
+        folder = _checkpoint.get()
+        if folder is None or not values.numel():
+            return values
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # a full disk raises here; a write to missing blocks would end the process
+            os.posix_fallocate(file.fileno(), 0, values.nbytes)
+            mapped = mmap.mmap(file.fileno(), values.nbytes)
+        copy = torch.frombuffer(mapped, dtype=values.dtype).view(values.shape).copy_(values)
+        mapped.madvise(mmap.MADV_DONTNEED)  # the system may write the pages out, and drop them
+        return copy
+
     def check_memory(self, optimizer: ScaledStates, weights: Sequence[ScaledTensor]) -> None:
         """Raise `FP8BackendError` if the host has no memory for twins, moments and gradients."""
         needed = BUFFERS * max((p.numel() for p in weights), default=0)
@@ -209,6 +228,21 @@ def install(optimizer: ScaledStates) -> None:
     for p in weights:
         optimizer.fp8_offload.twin_of(p)
         checkpoint.store_states(optimizer, p, optimizer.state.get(p, {}))
+
+
+_checkpoint: ContextVar[str | None] = ContextVar("_checkpoint", default=None)
+"""Folder of the checkpoint that is being written."""
+
+
+@contextmanager
+def writing_checkpoint(folder: str) -> Iterator[None]:
+    """Let state dicts have their values in files beside a checkpoint while it is written: FP32
+    copies of all weights and moments would take up to 14 bytes an element of memory."""
+    token = _checkpoint.set(folder)
+    try:
+        yield
+    finally:
+        _checkpoint.reset(token)
 
 
 def _padded(part: torch.Tensor) -> int:

@@ -100,7 +100,8 @@ class ScaledStorage:
         known: (amax, weak reference to the codes, their version) from the optimizer's last step,
             for `known_amax`.
         gathered: this rank has the exact values of a sharded weight for a while.
-        offloaded: the host has the exact values; a device may have no room for those of all weights.
+        offloaded: moves values of a state dict to the host, if it has the exact values: a device
+            may have no room for those of all weights.
         state_dict_copies: plain copies of this weight in state dicts.
     """
 
@@ -113,7 +114,7 @@ class ScaledStorage:
     shared_out: bool = False
     edited: torch.Tensor | None = None
     gathered: bool = False
-    offloaded: bool = False
+    offloaded: Callable[[torch.Tensor], torch.Tensor] | None = None
     known: tuple[torch.Tensor, weakref.ref, int] | None = None
     state_dict_copies: StateDictCopies = field(default_factory=StateDictCopies)
 

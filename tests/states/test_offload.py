@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator, checkpointing
+from accelerate.state import AcceleratorState, GradientState
+from accelerate_state import fresh_accelerate  # noqa: F401
 from level_steps import (
     LEVELS,
     assert_same,
@@ -25,6 +31,7 @@ from level_steps import (
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_leaves
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
@@ -312,6 +319,55 @@ def test_buffers_are_few(monkeypatch):
     train(*run, range(5))
     buffers = [shape for shape, dtype in made if dtype == torch.uint8 and shape != (0,)]
     assert len(buffers) <= offload.BUFFERS
+
+
+def memory_of_unnamed_files(folder: Path) -> list[range]:
+    """Return the addresses of mapped files that have no name any more."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split()[0] for line in lines if str(folder) in line and "(deleted)" in line]
+    return [range(*(int(each, 16) for each in addresses.split("-"))) for addresses in mapped]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+@pytest.mark.parametrize("level", ["O2", "O3", "O4"])
+def test_saved_values_take_no_second_copy_of_memory(level, tmp_path, monkeypatch):
+    in_memory, in_files = {}, {}
+    save = checkpointing.save
+
+    def noted(values, path, **options):
+        name = Path(path).name
+        in_memory[name] = in_files[name] = 0
+        places = memory_of_unnamed_files(tmp_path)
+        for tensor in filter(torch.is_tensor, tree_leaves(values)):
+            is_in_file = any(tensor.data_ptr() in place for place in places)
+            (in_files if is_in_file else in_memory)[name] += tensor.nbytes
+        save(values, path, **options)
+
+    def run(**fields):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        recipe = fp8_backends.FP8RecipeKwargs(backend=f"msamp:{level}", **fields)
+        accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return accelerator, *accelerator.prepare(model, optimizer)
+
+    monkeypatch.setattr(checkpointing, "save", noted)
+    accelerator, model, optimizer = run(offload="states")
+    train(model, optimizer, range(3))
+    accelerator.save_state(str(tmp_path / "saved"))
+    elements = sum(p.numel() for p in scaled(model))
+    plain = sum(p.numel() for p in model.parameters()) - elements
+    assert in_files["model.safetensors"] == 4 * elements
+    assert in_files["optimizer.bin"] >= 4 * elements
+    assert in_memory["model.safetensors"] == 4 * plain
+    assert in_memory["optimizer.bin"] <= 8 * plain + 1000
+    gc.collect()
+    assert not memory_of_unnamed_files(tmp_path)
+    expected = train(model, optimizer, range(3, 6))
+    resumed, model, optimizer = run()
+    resumed.load_state(str(tmp_path / "saved"))
+    assert train(model, optimizer, range(3, 6)) == expected
 
 
 def test_too_little_memory_is_found_at_prepare(monkeypatch):

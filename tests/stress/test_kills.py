@@ -26,6 +26,8 @@ from stress.harness import BACKENDS, STRESS, Processes, Training, bytes_of, fork
 import fp8_backends
 
 ON_TWO_RANKS = "msamp:O4 under ZeRO-2"
+WITHOUT_OFFLOAD = "msamp:O4"
+OFFLOADED = "msamp:O4 with offload"
 STEPS = 6
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
 """Python's audit events that change a folder, besides `open` for writing."""
@@ -43,19 +45,21 @@ def load_once(tmp_path_factory):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("anew", [True, False], ids=["new folders", "the same folder"])
-@pytest.mark.parametrize("backend", [*BACKENDS, ON_TWO_RANKS])
+@pytest.mark.parametrize("backend", [*BACKENDS, ON_TWO_RANKS, OFFLOADED])
 def test_training_killed_in_a_save_resumes_to_the_bit(backend, anew, tmp_path):
     forked(lambda: kill_everywhere(backend, tmp_path, anew))
 
 
 def training(backend: str, folder: Path, anew: bool, seed: int = 0) -> Training:
+    name = backend.partition(" ")[0]
     if backend != ON_TWO_RANKS:
-        return Training(backend, folder, anew, seed)
+        fields = {"offload": "states"} if backend == OFFLOADED else {}
+        return Training(name, folder, anew, seed, **fields)
     os.environ["ACCELERATE_USE_CPU"] = "false"  # DeepSpeed's engine knows the CPU by itself
     config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 16}
     engine = {"cpu": False, "deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)}
     engine["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
-    return Training(backend.partition(" ")[0], folder, anew, seed, accelerator=engine)
+    return Training(name, folder, anew, seed, accelerator=engine)
 
 
 def kill_everywhere(backend: str, folder: Path, anew: bool) -> None:
@@ -90,8 +94,10 @@ def kill_everywhere(backend: str, folder: Path, anew: bool) -> None:
             os.waitid(os.P_PID, processes.ids[0], os.WEXITED | os.WNOWAIT)
         processes.kill()
         assert not any(processes.end()), "a training ended before it was killed"
-        found = Processes(lambda: resume(backend, place, anew, expected), ranks).results()  # noqa: B023
-        assert set(found) <= {killed_step - 1, killed_step}, (killed_step, moment, call, found)
+        loaders = (backend, WITHOUT_OFFLOAD) if backend == OFFLOADED else (backend,)
+        for loader in loaders:
+            found = Processes(lambda: resume(loader, place, anew, expected), ranks).results()  # noqa: B023
+            assert set(found) <= {killed_step - 1, killed_step}, (killed_step, moment, call, found)
         shutil.rmtree(place)
 
 

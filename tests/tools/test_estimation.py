@@ -343,12 +343,27 @@ def test_offload_moves_masters_and_states_to_the_host():
         moved = before.master + before.states - after.states
         assert after.master == 0 and before.peak - after.peak == pytest.approx(moved)
         assert (before.weights, before.gradients) == (after.weights, after.gradients)
-        assert any("over PCIe a step" in note for note in after.notes)
+        assert any("over PCIe a step" in note and "core" in note for note in after.notes)
     scaled = 2 * (4 * 64 * 64 + 3 * 64 * 192)
     assert ours.host == pytest.approx(scaled * (4 + 8 / 128), rel=1e-3)
     assert ours.linked == pytest.approx(2 * scaled, rel=0.02)
     assert our_ranks.host == pytest.approx(ours.host / 2, rel=1e-3)
     assert "DDP" in refused.refused
+
+
+def test_accumulated_gradients_stay_in_fp32():
+    recipe = {"backend": "msamp:O4", "offload": "states"}
+    released = {**recipe, "gradient_release": True}
+    shape = SHAPES["Llama"]
+    (once, once_released) = estimate(Workload(model=shape, sequence=64), [recipe, released])
+    (twice, refused) = estimate(
+        Workload(model=shape, sequence=64, microbatches=2), [recipe, released]
+    )
+    scaled = 2 * (4 * 64 * 64 + 3 * 64 * 192)
+    assert twice.gradients - once.gradients == pytest.approx(3 * scaled, rel=0.01)
+    assert (twice.weights, twice.states) == (once.weights, once.states)
+    assert twice.peak > once.peak > once_released.peak
+    assert refused.refused == "gradient release goes without accumulated microbatches"
 
 
 def test_deepspeed_shards_more_at_each_stage_and_refuses_levels():

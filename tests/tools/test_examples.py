@@ -56,7 +56,7 @@ def test_a_script_is_short_with_a_start_command_and_public_names(name):
 def test_the_list_has_each_example_and_its_command(capsys):
     assert main(["examples"]) == 0
     printed = capsys.readouterr().out
-    assert len(EXAMPLES) == 8 and all(
+    assert len(EXAMPLES) == 9 and all(
         each.start in " ".join(printed.split()) for each in EXAMPLES.values()
     )
     assert max(map(len, printed.splitlines())) <= 100
@@ -188,6 +188,7 @@ MAKE = {
         CAUSAL,
         transformers.Qwen3Config(vocab_size=128, head_dim=32, num_key_value_heads=4, **SIZES),
     ),
+    "sft_24gb": language_model(CAUSAL, transformers.LlamaConfig(vocab_size=128, **SIZES)),
     "mixtral": language_model(CAUSAL, EXPERTS),
     "bert": language_model(MASKED, transformers.BertConfig(vocab_size=128, **SIZES)),
     "vit": image_model,

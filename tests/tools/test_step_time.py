@@ -104,6 +104,47 @@ def test_advice_for_cards_quotes_published_speeds():
         assert quoted in chips.product_named(chip).chip.advice.reason
 
 
+@pytest.mark.nightly
+def test_predicted_steps_with_offload_are_still_the_recorded_ones():
+    recorded = PUBLISHED["offloaded"]
+    for row, expected in zip(published.offloaded(), recorded, strict=True):
+        assert row["tokens_per_second"] == pytest.approx(expected["tokens_per_second"], rel=1e-6)
+        assert (row["fits"], row["peak"]) == (expected["fits"], pytest.approx(expected["peak"]))
+
+
+def test_steps_in_the_host_take_time_that_backward_hides():
+    shape = llama(width=512)
+    traced = {}
+
+    def found(release=True, cores=8, **more):
+        recipe = {"backend": "msamp:O4", "offload": "states", "gradient_release": release}
+        workload = Workload(
+            model=shape, sequence=512, chip="rtx4090", compiled=True, cores=cores, **more
+        )
+        known = traced.setdefault(str(more), {})
+        (one,) = estimate(workload, [recipe], traced=known)
+        assert set(one.time.parts) == set(PARTS)
+        assert one.time.low < one.time.seconds < one.time.high
+        return one
+
+    alone, few_cores = found(False, batch=2), found(False, batch=2, cores=4)
+    scaled = 4 * (4 * 512**2 + 3 * 512 * 1024)
+    step = rates.constant("host step O4") * scaled
+    # the last weight's copies and step follow the others'
+    slowest = (1 + 1024 * 512 / scaled) * step
+    assert alone.time.parts["offload"] == pytest.approx(slowest / 8, rel=0.05)
+    assert few_cores.time.parts["offload"] == pytest.approx(slowest / 4, rel=0.05)
+    assert "on 4 cores, after backward" in few_cores.notes[-1]
+    released, large = found(batch=2), found(batch=256)
+    assert large.time.parts["offload"] < released.time.parts["offload"]
+    assert released.time.parts["offload"] < alone.time.parts["offload"]
+    twice = found(False, batch=2, microbatches=2)
+    assert twice.time.parts["offload"] == alone.time.parts["offload"]
+    for part in ("products", "attention", "other"):
+        assert twice.time.parts[part] == pytest.approx(2 * alone.time.parts[part], rel=0.02)
+    assert twice.tokens_per_second > alone.tokens_per_second
+
+
 def test_parts_sum_to_the_step_and_follow_their_cause():
     shape = llama(width=1024)
 

@@ -99,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--sequence", type=int, help="tokens of a sequence (default: 2048, or what the model takes)"
     )
+    add("--microbatches", type=int, default=1, help="accumulated before a step (default: 1)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
     add_feature_flags(parser)
     add(
@@ -111,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="at levels: keep masters, residuals and states in the memory of the host",
     )
+    add("--cores", type=int, help="of the host for each device, with --offload (default: all)")
     add(
         "--lora",
         type=int,
@@ -150,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         args.batch = int(args.batch)
     else:
         raise FP8BackendError(f'--batch {args.batch}: a whole number, or "largest"')
-    for name in ("devices", "batch", "sequence"):
+    for name in ("devices", "batch", "sequence", "microbatches", "cores"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise FP8BackendError(f"--{name} {value}: at least 1")
@@ -179,7 +181,10 @@ def run(args: argparse.Namespace) -> int:
         memory=device.memory,
         chip=device.chip,
         compiled=args.compile,
+        microbatches=args.microbatches,
     )
+    if args.cores is not None:
+        workload.cores = args.cores
     with Progress(f"tracing a training step of {model.title}") as progress:
         names = _listed("--backend", args.backend or (LORA_BACKENDS if args.lora else BACKENDS))
         backends = [
@@ -494,11 +499,13 @@ class Report:
         samples = "the most that fit"
         if workload.batch:
             samples = model.samples(workload.batch, workload.sequence)
+        if workload.microbatches > 1:
+            samples += f", {workload.microbatches} times a step"
         end = ", activation checkpointing" if workload.checkpointing else ""
         return f"{workload.devices} x {self.device.title}; on each {samples}; {weights}, fused AdamW{end}"
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("batch", "sequence", "checkpointing", "weights", "devices")
+        names = ("batch", "sequence", "microbatches", "checkpointing", "weights", "devices")
         return {
             "model": self.workload.model.title,
             "parameters": self.workload.model.parameters,

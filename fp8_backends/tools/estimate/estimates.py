@@ -9,6 +9,7 @@ the costs of one of several ranks.
 from __future__ import annotations
 
 import bisect
+import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -22,15 +23,16 @@ from ...compute import chips
 from ...compute.chips import Rates
 from ...compute.fields import check_known, parsed, whole_number
 from ...compute.frozen_weights import SHARDED
+from ...compute.rates import constant
 from ...compute.registry import compute_of
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
 from ...recipes.strings import names_file
 from ...states.levels import WEIGHT
-from ...words import readable_bytes, shown
+from ...words import counted, readable_bytes, shown
 from ..terminal import FEATURES
 from .model_shapes import SHORT, ModelShape
-from .step_time import DEVICES_OF_A_MACHINE, StepTime, StepWork, step_time
+from .step_time import DEVICES_OF_A_MACHINE, StepTime, StepWork, host_seconds, step_time
 from .step_trace import PARTS, Bytes, StepSettings, StepTrace, trace_step
 
 WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
@@ -66,9 +68,13 @@ class Workload:
     """A name in `chips.PRODUCTS`, for seconds."""
     compiled: bool = False
     """`torch.compile` of each layer."""
+    microbatches: int = 1
+    """Accumulated before a step."""
+    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
+    """Of the host for each device, for steps there with offload."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "sequence", "devices"):
+        for name in ("batch", "sequence", "devices", "microbatches", "cores"):
             setattr(self, name, parsed(name, whole_number(name != "batch"), getattr(self, name)))
         if not self.batch and self.memory is None:
             raise RecipeError("batch=0 (the most that fit) needs the memory of a device")
@@ -251,6 +257,9 @@ def _estimate(
     if recipe is not None and recipe.offload != "off" and layout.sharding not in ("none", "ddp"):
         result.refused = "offload goes with one device and DDP"
         return result
+    if recipe is not None and recipe.gradient_release and workload.microbatches > 1:
+        result.refused = "gradient release goes without accumulated microbatches"
+        return result
     shards_weights = layout.tensor > 1 or layout.kind in ("fsdp2", "zero3")
     if shards_weights and recipe is not None and recipe.fp8_params:
         result.refused = str(SHARDED)
@@ -283,12 +292,6 @@ def _estimate(
     result.sent = rank.sent_bytes()
     if rank.offloads:
         result.host, result.linked = rank.offloaded_bytes()
-        result.notes.append(
-            f"{backend} with offload: {readable_bytes(result.host)} in the host; "
-            f"{readable_bytes(result.linked)} over PCIe a step, {result.linked / PCIE:.2f} s at "
-            f"{PCIE / 1e9:.0f} GB/s. With gradient release copies and steps run while backward "
-            "goes on"
-        )
     result.copies = trace.saved[COPIES] + trace.saved[CODES]
     result.activations = trace.saved[ACTIVATIONS]
     result.peak_at, result.peak = highest(trace)
@@ -300,9 +303,12 @@ def _estimate(
     elif rates is not None and backend not in ("fp16", "fp32"):
         plain = _Case.traced(workload, layout, "bf16", None, traced).rank(layers, batch)
         waits = layout.waiting_bytes(workload, layers, batch)
-        works = [each.work(plain.trace.sizes, batch, waits) for each in (rank, plain)]
+        works = [each.work(plain.trace.sizes, batch, waits, workload) for each in (rank, plain)]
         result.time, result.speedup = step_time(*works, recipe, rates, workload.compiled)
-        result.tokens_per_second = batch * workload.sequence / result.time.seconds / layout.tensor
+        tokens = workload.microbatches * batch * workload.sequence
+        result.tokens_per_second = tokens / result.time.seconds / layout.tensor
+    if rank.offloads:
+        result.notes.append(_offload_note(result, rank.work({}, batch, 0.0, workload), recipe))
     if workload.memory is not None:
         result.fits = case.fits(layers, batch)
         result.largest_batch = _largest(lambda count: case.fits(layers, count))
@@ -311,6 +317,23 @@ def _estimate(
             largest = case.growth.at(result.largest_layers, batch)
             result.largest_parameters = largest.sizes["parameters"]
     return result
+
+
+def _offload_note(result: Estimate, work: StepWork, recipe: Recipe) -> str:
+    """Describe the copies and the step in the host, and how much of them backward hides."""
+    link = work.linked / constant("PCIe")
+    step = host_seconds(work, recipe.level)
+    text = (
+        f"{result.backend} with offload: {readable_bytes(result.host)} in the host; "
+        f"{readable_bytes(result.linked)} over PCIe a step, {link:.2g} s each way at "
+        f"{constant('PCIe') / 1e9:.0f} GB/s; steps there {step:.2g} s on {counted(work.cores, 'core')}"
+    )
+    if result.time is None:
+        return text
+    wait = f"the device waits {result.time.parts['offload']:.2g} s"
+    if recipe.gradient_release:
+        return f"{text}, while backward goes on: {wait}"
+    return f"{text}, after backward: {wait}"
 
 
 def _rates_of(workload: Workload, recipe: Recipe | None) -> tuple[Rates | None, str]:
@@ -322,8 +345,6 @@ def _rates_of(workload: Workload, recipe: Recipe | None) -> tuple[Rates | None, 
         cell = chips.cell_of(f"{recipe.compute}:{recipe.scaling}", product.chip)
         if cell is not None and cell.state != chips.FP8:
             return None, f"its FP8 products are {cell.state} on this chip, so it has no time"
-    if recipe is not None and recipe.offload != "off":
-        return None, "with offload it has no time: the host's processor makes the steps"
     if recipe is not None and (recipe.gradient_formats or len(recipe.recipes) > 1):
         reason = "several scaling rules or gradient formats in one model have no time"
         return None, reason
@@ -500,6 +521,7 @@ def trace_model(
         releases=("scaled" if sharding == "ddp" else "all")
         if getattr(recipe, "gradient_release", False)
         else "none",
+        accumulates=workload.microbatches > 1,
     )
 
     def make_batch() -> dict[str, torch.Tensor]:
@@ -551,8 +573,6 @@ DDP_BUCKET = 25 * 2**20
 """DDP's `bucket_cap_mb`, in bytes."""
 ZERO_BUCKET = 5e8
 """DeepSpeed's `reduce_bucket_size` and `allgather_bucket_size`, in elements."""
-PCIE = 25e9
-"""Bytes a second of PCIe 4.0 with 16 lanes, one way, as copies reach them."""
 HALF = 2
 SINGLE = 4
 """Bytes of an element."""
@@ -648,7 +668,9 @@ class Rank:
         messages = 2 * FP8_MESSAGE + SINGLE / self.ranks
         return bucket * (1 + messages / SINGLE)
 
-    def work(self, plain: dict[str, float], batch: int, waits: float) -> StepWork:
+    def work(
+        self, plain: dict[str, float], batch: int, waits: float, workload: Workload
+    ) -> StepWork:
         """Return this rank's work in a step; `plain` has the flows of the same step in bf16."""
         sizes = self.trace.sizes
         owned = 1.0
@@ -672,6 +694,10 @@ class Rank:
             devices=self.ranks,
             packed=sizes["packed"] * batch,
             trained_bytes=int(sizes["trained_width"]),
+            microbatches=workload.microbatches,
+            linked=scaled * max(FP8_MESSAGE, self.scaled_width) if self.offloads else 0.0,
+            cores=workload.cores,
+            largest=sizes["largest_scaled"],
         )
 
     @property

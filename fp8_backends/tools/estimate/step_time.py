@@ -24,8 +24,9 @@ from ...compute.rates import (
 )
 from ...recipes.handlers import Recipe
 
-PARTS = ("products", "casts", "attention", "other", "optimizer", "wire", "host")
-"""`other`: norms, activations, embedding and loss. `host`: waiting for Python in eager code."""
+PARTS = ("products", "casts", "attention", "other", "optimizer", "wire", "offload", "host")
+"""`other`: norms, activations, embedding and loss. `offload`: waiting for PCIe and steps in the
+host. `host`: waiting for Python in eager code."""
 DEVICES_OF_A_MACHINE = 8
 
 
@@ -67,6 +68,13 @@ class StepWork:
     """Elements of activations that are packed in FP8."""
     trained_bytes: int = 4
     """Bytes of an element of the weights that the optimizer steps, without a level."""
+    microbatches: int = 1
+    linked: float = 0.0
+    """Bytes over PCIe in the direction with more of them, with offload."""
+    cores: int = 1
+    """Of the host, for steps there."""
+    largest: float = 0.0
+    """Elements of the largest scaled weight."""
 
 
 def step_time(
@@ -136,12 +144,24 @@ def parts_of(
     seconds["attention"] = attention / (constant("attention") * chip.bf16)
     moved = work.batch * (inside * flows["moved"] + fused * flows["moved_outside"])
     seconds["other"] = memory_seconds(moved, chip) + flows["calls"] * launched * launch
+    for part in ("casts", "products", "attention", "other"):
+        seconds[part] *= work.microbatches
     by_element = constant("optimizer O0") * (work.trained - work.scaled) * work.trained_bytes / 4
-    by_element += constant(f"optimizer {level}") * work.scaled
+    if not work.linked:
+        by_element += constant(f"optimizer {level}") * work.scaled
     seconds["optimizer"] = by_element * H200.memory / chip.memory
     if level != "O0":
-        seconds["optimizer"] += memory_seconds(9 * work.scaled, chip)
+        seconds["optimizer"] += work.microbatches * memory_seconds(9 * work.scaled, chip)
     computing = sum(seconds.values())
+    if work.linked:
+        hidden = 0.0
+        if recipe.gradient_release:
+            hidden = constant("in backward") * computing
+        link = work.linked / constant("PCIe")
+        step = host_seconds(work, level, sustained)
+        # copies down, steps and copies up overlap, but for those of the last weight
+        last = (2 * link + step) * work.largest / work.scaled
+        seconds["offload"] = last + max(0.0, link - hidden, step - hidden)
     wire = wire_seconds(work.sent, work.devices, chip)
     exposed = max(constant("exposed") * wire, wire - computing)
     seconds["wire"] = exposed + wire_seconds(work.waits, 1, chip)
@@ -149,7 +169,15 @@ def parts_of(
         host = flows["calls"] * launch / 2 + linears[False] * constant("host bf16")
         if compute in ("native", "te", "ao"):
             host += linears[True] * constant(f"host {compute}")
-        seconds["host"] = max(0.0, host - sum(seconds.values()))
+        seconds["host"] = max(0.0, host * work.microbatches - sum(seconds.values()))
+    return seconds
+
+
+def host_seconds(work: StepWork, level: str, sustained: bool = False) -> float:
+    """Return the seconds of the C++ step in the host, with offload."""
+    seconds = constant(f"host step {level}") * work.scaled / work.cores
+    if sustained:
+        seconds *= constant("busy host")
     return seconds
 
 

@@ -290,6 +290,8 @@ class StepSettings:
     checkpointing: bool = False
     releases: Literal["all", "scaled", "none"] = "none"
     """Gradients to drop inside backward; under DDP only those of scaled weights."""
+    accumulates: bool = False
+    """Add to gradients of an earlier microbatch."""
 
 
 def trace_step(
@@ -436,6 +438,9 @@ class _Step:
     def trace(self, make_batch: Callable, find_stacks: Callable) -> StepTrace:
         tracker = self.tracker
         create_states(tracker, self.model, self.optimizer)
+        if self.settings.accumulates:
+            self._loss(make_batch()).backward()
+            self.plain_gradients = 0
         stacks = find_stacks(self.model)
         regions = Regions(tracker, stacks)
         tracker.peaks.clear()
@@ -451,9 +456,8 @@ class _Step:
         meter = WorkMeter(self.model, find_weight_products(self.model))
         batch = make_batch()
         samples = len(next(iter(batch.values())))
-        outputs = self.model(**batch)
-        loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-        del batch, outputs
+        loss = self._loss(batch)
+        del batch
         regions.goes_back = True
         tracker.enter("backward of the head")
         trace.saved = {
@@ -484,6 +488,10 @@ class _Step:
             self.optimizer.step()
         trace.peaks = tracker.peaks
         return trace
+
+    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        outputs = self.model(**batch)
+        return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
 
     def _products(
         self, work: dict[str, Work], samples: int, blocks: list[nn.Module]

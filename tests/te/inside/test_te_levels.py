@@ -177,3 +177,13 @@ def test_frozen_weights_stay():
     before = model.state_dict()["0.weight"].clone()
     losses = [step(model, optimizer, index) for index in range(4)]
     assert torch.equal(before, model.state_dict()["0.weight"]) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("level", "scaling"), [("O2", "delayed"), ("O4", "dynamic")])
+def test_steps_in_the_host_equal_steps_on_the_device(level, scaling):
+    usual = prepared(f"te:{scaling}+msamp:{level}")
+    ours = prepared(f"te:{scaling}+msamp:{level}", offload="states")
+    for index in range(STEPS):
+        assert step(*ours, index, microbatches=2) == step(*usual, index, microbatches=2)
+    for weight, expected in zip(ours[0].parameters(), usual[0].parameters(), strict=True):
+        assert torch.equal(weight, expected)
