@@ -17,7 +17,7 @@ from ..formats.formats import E4M3
 from ..formats.scaling import SQUARES
 from ..tensors.block_codes import SQUARE_CODES, BlockCodes, e4m3_layout, layout_of
 from ..tensors.parameter_swap import refuse_if_held, swap
-from ..tensors.sharded_tensor import is_distributed
+from ..tensors.sharded_tensor import is_distributed, local_part
 from ..torch_tools.modules import CONVERSION, check_is_module, plain_name
 from ..words import listed, shown
 
@@ -124,17 +124,18 @@ def check(model: nn.Module, recipe: Recipe, compute: Compute) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RecipeError(f"{names[0]}{more}: {TRAINS}")
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, BlockCodes) and not compute.takes_block_codes(
-            recipe, parameter.code_layout
+        codes = local_part(parameter)
+        if isinstance(codes, BlockCodes) and not compute.takes_block_codes(
+            recipe, codes.code_layout
         ):
             takes = (
                 "native:blockwise with fp8_params=True"
-                if parameter.code_layout is SQUARE_CODES
+                if codes.code_layout is SQUARE_CODES
                 else "native:..."
             )
             raise RecipeError(
                 f"{plain_name(name)}: {recipe.name} does not multiply frozen "
-                f"{parameter.code_layout.name} codes of a checkpoint: use {takes}, or "
+                f"{codes.code_layout.name} codes of a checkpoint: use {takes}, or "
                 "fp8_backends.checkpoints.dequantize(model) first"
             )
 
@@ -167,9 +168,13 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
     layers = list(quantized_layers(model))
     unprepared = ((name, m) for name, m in model.named_modules() if CONVERSION not in m.__dict__)
     frozen = [
-        (name, m) for name, m in unprepared if isinstance(m._parameters.get("weight"), BlockCodes)
+        (name, m)
+        for name, m in unprepared
+        if isinstance(local_part(m._parameters.get("weight")), BlockCodes)
     ]
     for name, layer in frozen:
+        if is_distributed(layer.weight):
+            raise FP8BackendError(f"{name}: its codes are sharded: dequantize before fully_shard")
         refuse_if_held(layer.weight, f"{name}.weight")
     own_dtype, dtype = dtype, dtype or _plain_dtype(model, layers)
 

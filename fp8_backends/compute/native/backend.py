@@ -139,7 +139,7 @@ class NativeCompute(Compute):
             freeze(
                 root,
                 layers,
-                lambda weight: isinstance(weight, FROZEN),
+                lambda weight: isinstance(local_part(weight), FROZEN),
                 lambda weight, _: frozen(weight),
                 _thaw,
             )
@@ -212,6 +212,8 @@ class NativeCompute(Compute):
             return {}
         layers = (layer for layer in root.modules() if self.is_converted(layer))
         layers = (layer for layer in layers if layer.fp8_rule.scaling == recipe.scaling)
+        # frozen ones travel as they are stored
+        layers = (layer for layer in layers if not layer.fp8_rule.frozen_weight)
         codes = {owner_of(layer): layer.gathered_codes() for layer in layers}
         for key, hook in root._forward_pre_hooks.items():
             # before FSDP2's hook, which gathers codes by this step's scale
@@ -355,8 +357,9 @@ def _around(
     """Give the carrier the Parameters of `layer` and the rule of the recipe."""
     carrier.weight, carrier.bias = layer.weight, layer.bias
     rule = layer_rule(recipe)
-    if kind_of(carrier.weight).is_decoded:
-        rule = rule._replace(frozen_weight=f"from {carrier.weight.code_layout.name}")
+    codes = local_part(carrier.weight)
+    if kind_of(codes).is_decoded:
+        rule = rule._replace(frozen_weight=f"from {codes.code_layout.name}")
     if rule.frozen_weight:
         check(carrier)
     carrier.set_rule(rule, shared, recipe.amax_history_len)
