@@ -3,10 +3,12 @@ the rules."""
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
     DDPCommunicationHookType,
@@ -23,7 +25,8 @@ from ..comm.backward import agree_on_scaling
 from ..comm.ddp import Connection
 from ..convert.conversion import prepared_roots
 from ..errors import FP8BackendError
-from ..preparation import optimizer_steps, ranks
+from ..evidence.auditing import inner_tensors
+from ..preparation import has_stored_weights, optimizer_steps, ranks
 from ..recipes.handlers import Recipe
 from ..rules import Machine, Parallel, Setup
 from ..states.sharding import shard_of
@@ -199,6 +202,32 @@ class _Detached:
                     part: _shard(value, p) for part, value in self.states.pop(name).items()
                 }
         self.optimizer.load_state_dict(state_dict)
+
+
+@contextlib.contextmanager
+def frozen_codes_kept(accelerator: Accelerator, models: list[nn.Module]) -> Iterator[None]:
+    """Shard a frozen base in FP8 or FP4 as it is. Stock Accelerate makes a state dict, of plain
+    values, and for efficient loading fills a model on the meta device from it; here the first
+    rank's bytes replace those of the other ranks, a tensor at a time, before FSDP2 shards them."""
+    plugin = accelerator.state.fsdp_plugin
+    is_efficient = plugin.cpu_ram_efficient_loading
+    if accelerator.fp8_recipe.level != "O0" or not any(map(has_stored_weights, models)):
+        yield
+        return
+    (model,) = models
+    if is_efficient:
+        for part in itertools.chain.from_iterable(map(inner_tensors, model.parameters())):
+            memory = part.detach().view(-1).view(torch.uint8)
+            message = memory.to(accelerator.device)
+            dist.broadcast(message, 0)
+            memory.copy_(message)
+    plugin.cpu_ram_efficient_loading = False
+    model.state_dict = lambda *args, **kwargs: {}
+    try:
+        yield
+    finally:
+        del model.state_dict
+        plugin.cpu_ram_efficient_loading = is_efficient
 
 
 def _shard(value: Any, parameter: torch.Tensor) -> Any:

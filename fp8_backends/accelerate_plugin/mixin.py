@@ -177,7 +177,10 @@ class FP8Mixin(_RunTimeClass):
     def _prepare_fsdp2(self, *args):
         """Prepare as Accelerate does, but find the optimizer's sharded parameters by name."""
         models, optimizers = _models_and_optimizers(args)
-        with engines.optimizers_follow_by_name(models, list(map(_innermost, optimizers))):
+        with (
+            engines.optimizers_follow_by_name(models, list(map(_innermost, optimizers))),
+            engines.frozen_codes_kept(self, models),
+        ):
             result = super()._prepare_fsdp2(*args)
         for model in _models_and_optimizers(result)[0]:
             ranks.connect_ranks(model, self.fp8_recipe)

@@ -29,8 +29,8 @@ from ..formats.formats import E4M3
 from ..formats.scaling import MX, POWER_OF_TWO, ROWS, SQUARES, Quantized, e8m0_values
 from ..kernels import quantize as quantization
 from ..tensors.block_codes import MODELOPT_NVFP4, PACKED_MXFP4, PACKED_NVFP4, BlockCodes, is_decoded
-from ..tensors.scaled_tensor import ScaledTensor, dequantize_shards
-from ..tensors.sharded_tensor import is_distributed
+from ..tensors.scaled_tensor import WithoutMemory, dequantize_shards
+from ..tensors.sharded_tensor import is_distributed, local_part
 from ..torch_tools.modules import check_is_module, plain_name
 from ..words import by_reason, counted, listed
 
@@ -210,7 +210,7 @@ def _split(model: nn.Module, fmt: CheckpointFormat) -> tuple[dict[str, Found], d
 
 def _base_of(layer: Found) -> BlockCodes | None:
     """Return the weight of a layer with codes of a 4-bit checkpoint."""
-    weight = layer.module._parameters.get("weight")
+    weight = local_part(layer.module._parameters.get("weight"))
     return weight.detach() if is_decoded(weight) else None
 
 
@@ -242,14 +242,17 @@ class LayerCodes:
         """Return the codes of a layer, in four bits those of a frozen base; None if its backend
         does not tell them."""
         layer = self.layers[name]
-        if self.format.is_4_bit:
-            return _base_of(layer)
         unit = self._units.get(id(layer.module))
         if unit is not self._gathered:
             self.close()
             if unit is not None:
                 unit.unshard()
             self._gathered = unit
+        if self.format.is_4_bit:
+            base = _base_of(layer)
+            if base is None or unit is None:
+                return base
+            return base.clone()
         conversion = layer.conversion  # none after a restore
         codes = conversion and registry.get_compute(conversion.recipe.compute).weight_codes(
             layer.module
@@ -375,7 +378,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     """Return exact plain values of a Parameter or buffer. All ranks call it for a shard."""
     if is_distributed(value):
         return dequantize_shards(value).full_tensor()
-    return value.exact() if isinstance(value, (ScaledTensor, BlockCodes)) else value.detach()
+    return value.exact() if isinstance(value, WithoutMemory) else value.detach()
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +32,7 @@ from ..announcement import logger
 from ..errors import FP8BackendError
 from ..formats.formats import E4M3
 from ..tensors.gathered_codes import AMAX, DGRAD, FPROP, GatheredCodes
-from ..tensors.scaled_tensor import Partial, ScaledTensor
+from ..tensors.scaled_tensor import Partial, ScaledTensor, WithoutMemory
 from ..tensors.sharded_tensor import agreed_over, is_distributed
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import TemporaryHook
@@ -112,6 +112,20 @@ def reshard(root: nn.Module) -> None:
     """Reshard the parameters of all FSDP2 modules in `root`."""
     for module in fsdp_modules(root).values():
         module.reshard()
+
+
+def make_plain(root: nn.Module) -> None:
+    """Give FSDP2 plain shards in place of frozen ones in FP8 or FP4, to train them or to merge
+    adapters."""
+    reshard(root)
+    for _, parameter in _sharded_parameters(fsdp_modules(root).values()):
+        shard = parameter._sharded_local_tensor
+        if isinstance(shard, WithoutMemory):
+            parameter.sharded_param._local_tensor = shard.exact()
+            parameter.__dict__.pop("_unsharded_param", None)
+            parameter.all_gather_outputs = []
+            parameter._init_extensions()
+            parameter.reset_sharded_param()
 
 
 def _reshard(module: nn.Module, *_) -> None:
@@ -239,17 +253,15 @@ def _shards(
     """Return the shards of weights gathered as codes, and a reason for each other weight."""
     shards, plain = [], []
     try:
-        for module in modules:
-            for group in _groups(module):
-                for parameter in group.fsdp_params:
-                    info = parameter._module_info
-                    codes = travelling.get((info.module, info.param_name))
-                    if codes is None or not codes.can_make(parameter._sharded_local_tensor):
-                        continue
-                    if reason := _stays_plain(group, parameter):
-                        plain.append(reason)
-                    else:
-                        shards.append(WeightShard(parameter, group, codes))
+        for group, parameter in _sharded_parameters(modules):
+            info = parameter._module_info
+            codes = travelling.get((info.module, info.param_name))
+            if codes is None or not codes.can_make(parameter._sharded_local_tensor):
+                continue
+            if reason := _stays_plain(group, parameter):
+                plain.append(reason)
+            else:
+                shards.append(WeightShard(parameter, group, codes))
     except AttributeError as error:
         raise FP8BackendError(
             "enable_fsdp_float8_all_gather reads how FSDP2 keeps its parameters, and torch "
@@ -259,13 +271,17 @@ def _shards(
     return shards, plain
 
 
-def _groups(module: nn.Module) -> list:
-    """Return FSDP2's parameter groups of this module, without its children."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.12 and before have one
-        groups = filter(None, [state._fsdp_param_group])
-    return list(groups)
+def _sharded_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, Any]]:
+    """Yield FSDP2's parameters of these modules, without their children, after the group of
+    each."""
+    for module in modules:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.12 and before have one
+            groups = filter(None, [state._fsdp_param_group])
+        for group in groups:
+            for parameter in group.fsdp_params:
+                yield group, parameter
 
 
 def _stays_plain(group: Any, parameter: Any) -> str | None:

@@ -12,13 +12,15 @@ from torch import nn
 
 from ..errors import FP8BackendError, RecipeError, Refusal
 from ..tensors.parameter_swap import refuse_if_held, swap
-from ..tensors.sharded_tensor import is_distributed
+from ..tensors.sharded_tensor import is_distributed, local_part
 from ..torch_tools.modules import CONVERSION
 
 SHARDED = Refusal(
-    "fp8_params=True does not go with sharded weights, nor do codes of a checkpoint: FSDP and "
-    "DeepSpeed cut parameters up, and frozen weights are whole",
-    "use DDP; or level O3 or O4 (msamp:O4, te+msamp:O4), whose FP8 weights FSDP2 shards",
+    "fp8_params=True does not go with these sharded weights, nor do codes of a checkpoint: FSDP1, "
+    "DeepSpeed and te take frozen weights whole, and weights that were plain when FSDP2 sharded "
+    "them stay plain",
+    "use DDP; or native:... under FSDP2, prepared (prepare(model, None, spec)) before fully_shard; "
+    "or level O3 or O4 (msamp:O4, te+msamp:O4), whose FP8 weights FSDP2 shards",
 )
 TRAINS = Refusal(
     "fp8_params=True, like codes of a checkpoint, leaves no weight in high precision: an update "
@@ -48,7 +50,8 @@ def check(layer: nn.Linear) -> None:
         raise RecipeError(
             f"fp8_params=True, and {sizes} is on the meta device: load its weight first"
         )
-    if is_distributed(weight) or hasattr(weight, "ds_id"):
+    is_plain_shard = is_distributed(weight) and type(local_part(weight)) is torch.Tensor
+    if is_plain_shard or hasattr(weight, "ds_id"):
         raise RecipeError(SHARDED)
 
 

@@ -25,7 +25,7 @@ from ..tensors.block_codes import (
     layout_of,
 )
 from ..tensors.parameter_swap import refuse_if_held, swap
-from ..tensors.sharded_tensor import is_distributed
+from ..tensors.sharded_tensor import is_distributed, local_part
 from ..torch_tools.modules import CONVERSION, check_is_module, forward_obstacle, plain_name
 from ..words import listed, shown
 
@@ -176,17 +176,18 @@ def check(model: nn.Module, recipe: Recipe, compute: Compute) -> None:
                 "level O0, or model.to(torch.bfloat16) first"
             )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, BlockCodes) and not compute.takes_block_codes(
-            recipe, parameter.code_layout
+        codes = local_part(parameter)
+        if isinstance(codes, BlockCodes) and not compute.takes_block_codes(
+            recipe, codes.code_layout
         ):
             takes = (
                 "native:blockwise with fp8_params=True"
-                if parameter.code_layout is SQUARE_CODES
+                if codes.code_layout is SQUARE_CODES
                 else "native:..."
             )
             raise RecipeError(
                 f"{plain_name(name)}: {recipe.name} does not multiply frozen "
-                f"{parameter.code_layout.name} codes of a checkpoint: use {takes}, or "
+                f"{codes.code_layout.name} codes of a checkpoint: use {takes}, or "
                 "fp8_backends.checkpoints.dequantize(model) first"
             )
 
@@ -219,9 +220,13 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
     layers = list(quantized_layers(model))
     unprepared = ((name, m) for name, m in model.named_modules() if CONVERSION not in m.__dict__)
     frozen = [
-        (name, m) for name, m in unprepared if isinstance(m._parameters.get("weight"), BlockCodes)
+        (name, m)
+        for name, m in unprepared
+        if isinstance(local_part(m._parameters.get("weight")), BlockCodes)
     ]
     for name, layer in frozen:
+        if is_distributed(layer.weight):
+            raise FP8BackendError(f"{name}: its codes are sharded: dequantize before fully_shard")
         refuse_if_held(layer.weight, f"{name}.weight")
     own_dtype, dtype = dtype, dtype or _plain_dtype(model, layers)
 

@@ -32,9 +32,11 @@ def store_weights(root: nn.Module, prepared: Prepared) -> None:
             if levels.make_plain not in undo:
                 undo.append(levels.make_plain)
     ddp.ignore(root)
-    prepared.undo += [
-        undo for undo in (ddp.forget, levels.forget_ties) if undo not in prepared.undo
-    ]
+    # weights stored at O0 are frozen
+    undo_sharing = levels.forget_ties
+    if prepared.recipe.level == "O0":
+        undo_sharing = fsdp2.make_plain
+    prepared.undo += [undo for undo in (ddp.forget, undo_sharing) if undo not in prepared.undo]
 
 
 def keep_weight_casts(model: nn.Module, keep: bool = True) -> None:

@@ -20,8 +20,9 @@ from ..recipes.handlers import Recipe, Spec, resolve
 from ..recipes.strings import level_name
 from ..rules import preconditions
 from ..states import original
-from ..tensors.block_codes import SQUARE_CODES, BlockCodes
-from ..tensors.scaled_tensor import ScaledTensor
+from ..tensors.block_codes import SQUARE_CODES
+from ..tensors.scaled_tensor import WithoutMemory
+from ..tensors.sharded_tensor import local_part
 from ..torch_tools.inductor import guard_byte_stores
 from ..torch_tools.modules import check_is_module, has_ranks, is_engine
 from ..torch_tools.optimizers import check_is_optimizer
@@ -106,7 +107,7 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     root = conversion.unwrapped(model)
     prepared.compute.store_weights(root, recipe)
     # `undo`: its weights may have been stored in another form, and be plain again
-    if recipe.level != "O0" or prepared.undo or _has_stored_weights(root):
+    if recipe.level != "O0" or prepared.undo or has_stored_weights(root):
         stored_weights.store_weights(root, prepared)
     if saved_activations := features.wanted("saved_activations", recipe):
         saved_activations.install(root, prepared)
@@ -117,5 +118,6 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     return model
 
 
-def _has_stored_weights(root: nn.Module) -> bool:
-    return any(isinstance(parameter, (BlockCodes, ScaledTensor)) for parameter in root.parameters())
+def has_stored_weights(root: nn.Module) -> bool:
+    """Return True for a model with weights stored in FP8 or FP4, also sharded."""
+    return any(isinstance(local_part(p), WithoutMemory) for p in root.parameters())

@@ -202,7 +202,11 @@ ENGINE_RULES = (
     ),
     refused(
         "fp8_params_sharded",
-        lambda s: s.recipe.fp8_params and s.parallel in ("fsdp1", "fsdp2", "deepspeed"),
+        lambda s: (
+            s.recipe.fp8_params
+            and s.parallel in ("fsdp1", "fsdp2", "deepspeed")
+            and (s.parallel, s.recipe.compute) != ("fsdp2", "native")
+        ),
         *SHARDED,
     ),
     error(

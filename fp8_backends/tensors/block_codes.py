@@ -11,6 +11,7 @@ operation reads plain values. Copying a whole matrix into it is the only write; 
 raise, also through views (`FrozenView`).
 """
 
+import importlib
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,13 +23,14 @@ from ..errors import FP8BackendError
 from ..formats.formats import E2M1, E4M3, E5M2
 from ..formats.scaling import MX, NVFP4, SQUARES, Blocks, Quantized, e8m0_values
 from ..kernels import nvfp4
+from .gathered_codes import is_whole
 from .scaled_operations import UNSAFE_VIEWS, returns_view, written_to
 from .scaled_tensor import WithoutMemory
 from .state_dict_copies import StateDictCopies
 
 aten = torch.ops.aten
-_PARTS = ("codes", "scale_inv", "tensor_scale")
-_STORED = (*_PARTS, "code_layout", "state_dict_copies")
+PARTS = ("codes", "scale_inv", "tensor_scale")
+_STORED = (*PARTS, "code_layout", "state_dict_copies")
 REFUSAL = (
     "would change the frozen codes of a checkpoint in place: fp8_backends.restore(model) makes "
     "weights plain, to merge adapters or to train them, and `weight + 0` is a plain copy"
@@ -195,16 +197,25 @@ class BlockCodes(Frozen):
 
     @staticmethod
     def __new__(
-        cls, parts: Sequence[torch.Tensor], dtype: torch.dtype, layout: CodeLayout = SQUARE_CODES
+        cls,
+        parts: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        layout: CodeLayout = SQUARE_CODES,
+        place: Sequence[int] = (),
     ):
         shape = layout.shape(parts[0])
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)
 
     def __init__(
-        self, parts: Sequence[torch.Tensor], dtype: torch.dtype, layout: CodeLayout = SQUARE_CODES
+        self,
+        parts: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        layout: CodeLayout = SQUARE_CODES,
+        place: Sequence[int] = (),
     ) -> None:
-        self.__dict__.update(zip(_PARTS, parts, strict=False))
+        self.__dict__.update(zip(PARTS, parts, strict=False))
         self.code_layout, self.state_dict_copies = layout, StateDictCopies()
+        self.place = place
 
     @classmethod
     def of(
@@ -235,24 +246,28 @@ class BlockCodes(Frozen):
     def exact(self) -> torch.Tensor:
         """Return the plain values, in the tensor's dtype."""
         self.state_dict_copies.check()
+        return self.decoded()
+
+    def decoded(self) -> torch.Tensor:
         return self.code_layout.values(self.parts, self.dtype)
+
+    def like(self, parts: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> "BlockCodes":
+        """Return a tensor of the same layout with other parts, or another presented dtype."""
+        return type(self)(parts, dtype or self.dtype, self.code_layout, self.place)
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         """Codes, scales, and the tensor's scale if there is one."""
-        return tuple(self.__dict__[name] for name in _PARTS[: len(self.code_layout.parts)])
+        return tuple(self.__dict__[name] for name in PARTS[: len(self.code_layout.parts)])
 
     def __tensor_flatten__(self):
-        return _PARTS[: len(self.parts)], (self.dtype, self.code_layout.name)
+        return PARTS[: len(self.parts)], (self.dtype, self.code_layout.name, *self.place)
 
-    @staticmethod
-    def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
-        dtype, layout = context
-        return BlockCodes(
-            [inner_tensors[name] for name in _PARTS if name in inner_tensors],
-            dtype,
-            LAYOUTS[layout],
-        )
+    @classmethod
+    def __tensor_unflatten__(cls, inner_tensors, context, outer_size, outer_stride):
+        dtype, layout, *place = context
+        parts = [inner_tensors[name] for name in PARTS if name in inner_tensors]
+        return cls(parts, dtype, LAYOUTS[layout], place)
 
     def __repr__(self) -> str:
         blocks = self.code_layout.blocks
@@ -264,17 +279,20 @@ class BlockCodes(Frozen):
     def __reduce_ex__(self, protocol):
         others = {name: value for name, value in self.__dict__.items() if name not in _STORED}
         parts = [part.view(torch.uint8) if part.itemsize == 1 else part for part in self.parts]
-        return _rebuild, (parts, self.dtype, others, self.code_layout.name)
+        return _rebuild, (parts, self.dtype, others, self.code_layout.name, type(self))
 
 
 def _rebuild(
-    parts: list[torch.Tensor], dtype: torch.dtype, others: dict[str, Any], layout: str
+    parts: list[torch.Tensor],
+    dtype: torch.dtype,
+    others: dict[str, Any],
+    layout: str,
+    kind: type[BlockCodes],
 ) -> BlockCodes:
     layout = LAYOUTS[layout]
     dtypes = layout.parts.values()
-    tensor = BlockCodes(
-        [part.view(kind) for part, kind in zip(parts, dtypes, strict=True)], dtype, layout
-    )
+    parts = [part.view(own) for part, own in zip(parts, dtypes, strict=True)]
+    tensor = kind(parts, dtype, layout)
     tensor.__dict__.update(others)
     return tensor
 
@@ -326,16 +344,21 @@ def _plain(value: Any) -> Any:
 
 
 def _same(func, tensor, *args, **kwargs):
-    return BlockCodes(tensor.parts, tensor.dtype, tensor.code_layout)
+    return tensor.like(tensor.parts)
+
+
+def _as_strided(func, tensor, size, stride, storage_offset=None):
+    """FSDP2 asks for a gathered matrix in the matrix's own geometry."""
+    if is_whole(tensor, size, stride, storage_offset):
+        return _same(func, tensor)
+    return NotImplemented
 
 
 def _part_by_part(func, tensor, *, dtype=None, **kwargs):
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
     options = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
-    return BlockCodes(
-        [func(part, **options) for part in tensor.parts], dtype or tensor.dtype, tensor.code_layout
-    )
+    return tensor.like([func(part, **options) for part in tensor.parts], dtype)
 
 
 def _copy_(func, target, source, non_blocking=False):
@@ -347,9 +370,9 @@ def _copy_(func, target, source, non_blocking=False):
         return NotImplemented
     if not isinstance(source, BlockCodes) or source.code_layout is not target.code_layout:
         values = _plain(source).to(target.device).expand(target.shape)
-        source = (
-            _encoded(values, target) if target.code_layout is SQUARE_CODES else _own(values, target)
-        )
+        # the first: a shard's rows may be some of a block's
+        encodes = type(target) is BlockCodes and target.code_layout is SQUARE_CODES
+        source = _encoded(values, target) if encodes else _own(values, target)
     target.state_dict_copies.accept()
     for part, new in zip(target.parts, source.parts, strict=True):
         part.copy_(new, non_blocking)
@@ -369,9 +392,7 @@ def _encoded(values: torch.Tensor, target: BlockCodes) -> BlockCodes:
 def _own(values: torch.Tensor, target: BlockCodes) -> BlockCodes:
     """Return the target itself if these are its values, in the narrower of both dtypes."""
     narrower = min(values.dtype, target.dtype, key=lambda dtype: dtype.itemsize)
-    if not torch.equal(
-        values.to(narrower), target.code_layout.values(target.parts, target.dtype).to(narrower)
-    ):
+    if not torch.equal(values.to(narrower), target.decoded().to(narrower)):
         raise FP8BackendError(
             f"frozen {target.code_layout.name} codes cannot take other values without a loss: load "
             "the checkpoint of these codes, or make the weights plain first "
@@ -380,16 +401,16 @@ def _own(values: torch.Tensor, target: BlockCodes) -> BlockCodes:
     return target
 
 
-def _refuse_fsdp2(func, tensor, *args, **kwargs):
-    """Raise `FP8BackendError` if FSDP2 cuts the matrix up: it would keep plain values."""
+def _cut_by_fsdp2(func, tensor, *args, **kwargs):
+    """Run as an operation of a `CodeShard` in `_init_sharded_param`, FSDP2's own function;
+    elsewhere return plain values."""
     if all(
         frame.f_code.co_name != "_init_sharded_param" for frame, _ in traceback.walk_stack(None)
     ):
         return NotImplemented
-    raise FP8BackendError(
-        "frozen codes of a checkpoint are whole, and FSDP2 would keep plain values of them. Fix: "
-        "use DDP, or fp8_backends.checkpoints.dequantize(model) before fully_shard"
-    )
+    shards = importlib.import_module(f"{__package__}.code_shards")  # only for models under FSDP2
+    whole = shards.CodeShard(tensor.parts, tensor.dtype, tensor.code_layout, [0, len(tensor)])
+    return func(whole, *args, **kwargs)
 
 
 BlockCodes.operations = {
@@ -400,7 +421,9 @@ BlockCodes.operations = {
     aten._to_copy.default: _part_by_part,
     aten.empty_like.default: _part_by_part,
     aten.copy_.default: _copy_,
-    aten.split.Tensor: _refuse_fsdp2,
+    aten.as_strided.default: _as_strided,
+    aten.split.Tensor: _cut_by_fsdp2,
+    aten.new_zeros.default: _cut_by_fsdp2,
 }
 
 # PyTorch's protocol for subclasses in files that `torch.load(weights_only=True)` may read

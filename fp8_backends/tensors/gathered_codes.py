@@ -81,7 +81,7 @@ class GatheredCodes(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func in _ALIASES or (func == aten.as_strided.default and _is_whole(*args)):
+        if func in _ALIASES or (func == aten.as_strided.default and is_whole(*args)):
             return GatheredCodes(args[0].parts, args[0].dtype)
         weight = next(
             leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GatheredCodes)
@@ -92,7 +92,7 @@ class GatheredCodes(torch.Tensor):
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
-def _is_whole(weight: torch.Tensor, size, stride, storage_offset=None) -> bool:
+def is_whole(weight: torch.Tensor, size, stride, storage_offset=None) -> bool:
     """Return True for the weight's own geometry, which FSDP2 asks for."""
     return (*size,) == weight.shape and (*stride,) == weight.stride() and not storage_offset
 

@@ -373,7 +373,8 @@ def _copy_elements(target: ScaledTensor, source: ScaledTensor, non_blocking: boo
     target.codes.copy_(source.codes, non_blocking)
     target.stored.count_write()
     if target.partial is Partial.FRESH:
-        target.partial = Partial.SHARD
+        # a written shard keeps a scale of its own when FSDP2 copies it into padded memory
+        target.partial = source.partial or Partial.SHARD
     if target.rest is not None:  # a master has the source's scale, too
         target.rest.copy_(source.rest, non_blocking)
     return target

@@ -141,7 +141,7 @@ class NativeCompute(Compute):
             freeze(
                 root,
                 layers,
-                lambda weight: isinstance(weight, FROZEN),
+                lambda weight: isinstance(local_part(weight), FROZEN),
                 lambda weight, _: frozen(weight),
                 _thaw,
             )
@@ -216,6 +216,8 @@ class NativeCompute(Compute):
             return {}
         layers = (layer for layer in root.modules() if self.is_converted(layer))
         layers = (layer for layer in layers if layer.fp8_rule.scaling == recipe.scaling)
+        # frozen ones travel as they are stored
+        layers = (layer for layer in layers if not layer.fp8_rule.frozen_weight)
         codes = {owner_of(layer): layer.gathered_codes() for layer in layers}
         for key, hook in root._forward_pre_hooks.items():
             # before FSDP2's hook, which gathers codes by this step's scale
@@ -359,9 +361,10 @@ def _around(
     """Give the carrier the Parameters of `layer` and the rule of the recipe."""
     carrier.weight, carrier.bias = layer.weight, layer.bias
     rule = layer_rule(recipe)
-    layout = RAW_CODES.get(carrier.weight.dtype)
-    if type(carrier.weight) is BlockCodes:
-        layout = carrier.weight.code_layout
+    codes = local_part(carrier.weight)
+    layout = RAW_CODES.get(codes.dtype)
+    if isinstance(codes, BlockCodes):
+        layout = codes.code_layout
     if layout not in (None, SQUARE_CODES):
         rule = rule._replace(frozen_weight=f"from {layout.name}")
     if rule.frozen_weight:

@@ -21,7 +21,7 @@ from ...kernels.layouts import Layouts
 from ...tensors import gathered_codes
 from ...tensors.gathered_codes import WithoutTokens
 from ...tensors.parameter_swap import belongings_kept
-from ...tensors.sharded_tensor import arrived, is_distributed
+from ...tensors.sharded_tensor import arrived, is_distributed, local_part, with_local
 from ...torch_tools.backward_end import saved_tensor_hook
 from ..counts import result_dtype
 from ..frozen_weights import check_running
@@ -206,12 +206,17 @@ class FP8Products(KeepsLedger):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.fp8_rule.frozen_weight and isinstance(self.weight, FROZEN):
-            destination[f"{prefix}weight"] = values = self.weight.exact()
-            self.weight.state_dict_copies.add(values, f"{prefix}weight")
+        stored = local_part(self.weight)
+        if self.fp8_rule.frozen_weight and isinstance(stored, FROZEN):
+            values = with_local(self.weight, stored.exact())
+            destination[f"{prefix}weight"] = values
+            stored.state_dict_copies.add(values, f"{prefix}weight")
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         before = self.weight
+        stored = local_part(before)
+        if f"{prefix}weight" in state_dict and isinstance(stored, FROZEN):
+            stored.state_dict_copies.accept()  # files are read into tensors of `state_dict()`
         super()._load_from_state_dict(state_dict, prefix, *args)
         kind_of(before).loaded(self, before)
 

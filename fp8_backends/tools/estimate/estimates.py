@@ -260,10 +260,11 @@ def _estimate(
     if recipe is not None and recipe.gradient_release and workload.microbatches > 1:
         result.refused = "gradient release goes without accumulated microbatches"
         return result
-    shards_weights = layout.tensor > 1 or layout.kind in ("fsdp2", "zero3")
-    if shards_weights and recipe is not None and recipe.fp8_params:
-        result.refused = str(SHARDED)
-        return result
+    if recipe is not None and recipe.fp8_params:
+        by_fsdp2 = layout.kind == "fsdp2" and recipe.compute != "native"
+        if by_fsdp2 or layout.tensor > 1 or layout.kind == "zero3":
+            result.refused = str(SHARDED)
+            return result
     try:
         case = _Case.traced(workload, layout, backend, recipe, traced)
         layout.check(case.growth)
@@ -596,7 +597,9 @@ class Rank:
         )
         """Bytes of an element of a scaled weight in products; 0 without scaled weights."""
         self.offloads = recipe is not None and recipe.offload != "off"
-        self.gathers_codes = recipe is not None and compute_of(recipe).gathers_codes(recipe)
+        self.gathers_codes = recipe is not None and (
+            recipe.fp8_params or compute_of(recipe).gathers_codes(recipe)
+        )
 
     def step(self) -> StepTrace:
         trace = self.trace
