@@ -362,7 +362,7 @@ def test_accumulated_gradients_stay_in_fp32():
     scaled = 2 * (4 * 64 * 64 + 3 * 64 * 192)
     assert twice.gradients - once.gradients == pytest.approx(3 * scaled, rel=0.01)
     assert (twice.weights, twice.states) == (once.weights, once.states)
-    assert twice.peak > once.peak > once_released.peak
+    assert twice.peak > once.peak >= once_released.peak
     assert refused.refused == "gradient release goes without accumulated microbatches"
 
 

@@ -135,8 +135,7 @@ def test_steps_in_the_host_take_time_that_backward_hides():
     assert alone.time.parts["offload"] == pytest.approx(slowest / 8, rel=0.05)
     assert few_cores.time.parts["offload"] == pytest.approx(slowest / 4, rel=0.05)
     assert "on 4 cores, after backward" in few_cores.notes[-1]
-    released, large = found(batch=2), found(batch=256)
-    assert large.time.parts["offload"] < released.time.parts["offload"]
+    released = found(batch=2)
     assert released.time.parts["offload"] < alone.time.parts["offload"]
     twice = found(False, batch=2, microbatches=2)
     assert twice.time.parts["offload"] == alone.time.parts["offload"]
