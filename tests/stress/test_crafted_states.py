@@ -54,23 +54,13 @@ def inject(state: Any, case: Case) -> None:
 # Faults
 
 
-def element(number: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Change the last element of a tensor."""
+def element(number: float, *place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Change the last element of a tensor, or the FP32 number at a place of a scaling state."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         copied = tensor.clone()
-        copied.view(-1)[-1] = number
-        return copied
-
-    return change
-
-
-def bits(row: int, column: int, number: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Change an FP32 number of a scaling state."""
-
-    def change(state: torch.Tensor) -> torch.Tensor:
-        copied = state.clone()
-        copied.view(torch.float32)[row, column] = number
+        numbers = copied.view(torch.float32) if place else copied.view(-1)
+        numbers[place or -1] = number
         return copied
 
     return change
@@ -111,7 +101,7 @@ TENSORS = {
     **{f"one element {number}": element(number) for number in (NAN, INF, -INF)},
 }
 TWO, ONE = torch.ones(2), torch.ones(1)
-STEPS = (NAN, INF, -1.0, 2.5, "2", None, True, TWO, ONE, torch.tensor(True), torch.tensor(1j))
+STEPS = (NAN, INF, -1.0, 2.5, "2", None, TWO, ONE, torch.tensor(True), torch.tensor(1j))
 NUMBERS = (NAN, INF, -1.0, "0.1", None, True, [0.1], TWO, torch.tensor(NAN), MISSING)
 OPTIONS = {
     **dict.fromkeys(("lr", "eps", "weight_decay"), NUMBERS),
@@ -180,11 +170,11 @@ def of_scaling(state: dict[str, Any]) -> Iterator[Case]:
     last = (*tensors, [*state[SCALING]["tensors"]][-1])
     window = last[-1].endswith("fp8_window")
     for value in (NAN, INF, 0.0, -1.0):
-        yield last, f"scale {value}", bits(2, 0, value)
+        yield last, f"scale {value}", element(value, 2, 0)
     for value in (-1.0, -INF) if window else (NAN, -1.0, -INF):
-        yield last, f"newest amax {value}", bits(0, 2, value)
+        yield last, f"newest amax {value}", element(value, 0, 2)
     for value in (NAN, -1.0, INF) if window else (NAN, -1.0):
-        yield last, f"amax history {value}", bits(0, 5, value)
+        yield last, f"amax history {value}", element(value, 0, 5)
     yield last, "counter -1", lambda t: t.clone().index_fill_(1, torch.tensor([1]), -1)
     for dtype in (torch.float32, torch.int64, torch.int16, torch.bfloat16):
         yield last, f"of {dtype}", lambda t, dtype=dtype: t.to(dtype)
@@ -215,11 +205,11 @@ def genuine(state: dict[str, Any]) -> Iterator[Case]:
         yield (SCALING,), "missing", MISSING
     for name in [*state.get(SCALING, {"tensors": ()})["tensors"]][:1]:
         place = (SCALING, "tensors", name)
-        yield place, "newest amax inf", bits(2, 2, INF)
+        yield place, "newest amax inf", element(INF, 2, 2)
         if name.endswith("fp8_window"):
-            yield place, "newest amax NaN", bits(2, 2, NAN)
+            yield place, "newest amax NaN", element(NAN, 2, 2)
         else:
-            yield place, "amax history inf", bits(2, 5, INF)
+            yield place, "amax history inf", element(INF, 2, 5)
 
 
 # State dicts
@@ -346,7 +336,7 @@ def of_folder(folder: Path) -> list[tuple[Path, Any]]:
     optimizer, scales = folder / "optimizer_1.bin", folder / "fp8_scaling_0.safetensors"
     found += [(optimizer, case) for case in of_optimizer(torch.load(optimizer))]
     last = (max(load_file(scales)),)
-    return [*found, *((scales, (last, f"scale {x}", bits(2, 0, x))) for x in (NAN, -1.0))]
+    return [*found, *((scales, (last, f"scale {x}", element(x, 2, 0))) for x in (NAN, -1.0))]
 
 
 # Pickles

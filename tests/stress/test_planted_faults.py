@@ -21,7 +21,7 @@ from fp8_backends.watch import guard
 
 EVERY = 4
 """Steps from one comparison of replicas to the next."""
-FIRST, LAST, STEPS = 12, 20, 40
+FIRST, LAST, STEPS = 52, 60, 80
 """A fault is planted at a random step from FIRST to LAST."""
 
 

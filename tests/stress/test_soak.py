@@ -24,6 +24,7 @@ from stress.harness import STRESS, Processes, Training, forked
 from torch import nn
 
 import fp8_backends
+from fp8_backends.tensors.scaled_tensor import stored_parts
 from fp8_backends.watch import guard
 
 STEPS, CYCLES = 40 * STRESS, 6 * STRESS
@@ -111,15 +112,15 @@ def train(backend: str, microbatches: int, folder: Path) -> list[dict[str, int]]
             model.train()
         if step % (STEPS // 4) == 0:
             run.save()
-            saved = checksum(model)
+            saved = checksum(run)
         if step == STEPS * 5 // 8:
             folders = (folder / "checkpoints").iterdir()
             newest = max(folders, key=lambda each: int(each.name.split("_")[-1]))
             assert run.load(newest) == STEPS // 2
-            assert checksum(model) == saved and len(os.listdir(newest.parent)) == 2
+            assert checksum(run) == saved and len(os.listdir(newest.parent)) == 2
         if step % (STEPS // LOOKS) == 0:
             resources = look(run.bare[0], optimizer.optimizer)
-            looks.append({**resources, "checksum": checksum(model)})
+            looks.append({**resources, "checksum": checksum(run)})
     assert all(map(math.isfinite, losses))
     tenth = len(losses) // 10
     assert statistics.fmean(losses[-tenth:]) < statistics.fmean(losses[:tenth])
@@ -127,11 +128,13 @@ def train(backend: str, microbatches: int, folder: Path) -> list[dict[str, int]]
     return looks
 
 
-def checksum(model: nn.Module) -> int:
-    """Return a checksum of all weights, equal on two ranks only for equal bits."""
+def checksum(run: Training) -> int:
+    """Return a checksum of all weights and their codes, equal on two ranks only for equal bits."""
     found = 0
-    for parameter in model.parameters():
-        found = zlib.crc32(parameter.detach().float().contiguous().numpy().tobytes(), found)
+    weights = run.accelerator.get_state_dict(run.models[0]).values()
+    codes = [part for p in run.bare[0].parameters() for part in stored_parts(p.detach())]
+    for tensor in (*weights, *codes):
+        found = zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), found)
     return found
 
 
