@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fp8_backends
-from fp8_backends.comm.two_shot import BLOCK, AllReduce, Part, reduce_scatter
+from fp8_backends.comm.two_shot import MESSAGE_BLOCK, AllReduce, Part, reduce_scatter
 from fp8_backends.kernels import messages
 from fp8_backends.tools.compare.measuring import sent_bytes
 
@@ -225,7 +225,10 @@ def run(args: argparse.Namespace, **rendezvous) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if args.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    sizes = [-(-int(n) // (size * BLOCK)) * size * BLOCK for n in args.elements.split(",")]
+    sizes = [
+        -(-int(n) // (size * MESSAGE_BLOCK)) * size * MESSAGE_BLOCK
+        for n in args.elements.split(",")
+    ]
     results = [measured(name, n, args.device, args.runs) for name in COLLECTIVES for n in sizes]
     record = {
         "question": "gradients over ranks in FP8, bf16 and FP32",

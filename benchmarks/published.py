@@ -272,7 +272,7 @@ def layers() -> list[dict]:
                     for k, n in LAYER
                     for name, kind in each.items()
                 )
-                for each in (dict.fromkeys(kinds, rates.BF16), kinds)
+                for each in (dict.fromkeys(kinds, rates.BF16_PRODUCT), kinds)
             ]
             for sustained in (False, True)
         }

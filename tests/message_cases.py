@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from fp8_backends.formats.formats import E4M3, saturating_cast
 from fp8_backends.formats.scaling import power_of_two_scale
-from fp8_backends.kernels.layouts import BLOCK, Part, columns_of, exponents_of, scales_of
+from fp8_backends.kernels.layouts import MESSAGE_BLOCK, Part, columns_of, exponents_of, scales_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (
@@ -40,10 +40,13 @@ def values(
         64
     )[:numel]
     made = torch.randn(numel, generator=generator) * 2.0**exponents
-    made[BLOCK : 2 * BLOCK] = 0
+    made[MESSAGE_BLOCK : 2 * MESSAGE_BLOCK] = 0
     if special:
         places = torch.randint(
-            0, max(numel, 1), (len(SPECIAL) if numel > 3 * BLOCK else 0,), generator=generator
+            0,
+            max(numel, 1),
+            (len(SPECIAL) if numel > 3 * MESSAGE_BLOCK else 0,),
+            generator=generator,
         )
         made[places] = torch.tensor(SPECIAL)[: len(places)]
     return made.to(dtype)
@@ -56,11 +59,11 @@ def parts(
     before the third and behind the last; some with a scale."""
     made, start = [], 0
     for index, length in enumerate(lengths):
-        start += gap * BLOCK if index == 2 else 0
+        start += gap * MESSAGE_BLOCK if index == 2 else 0
         scale_inv = torch.tensor(2.0**index) if index in (1, 4) and dtype == torch.float32 else None
         first = index != 3  # of a tensor at an even address
         made.append(Part(values(length + first, dtype, seed + index)[first:], start, scale_inv))
-        start += -(-length // BLOCK) * BLOCK
+        start += -(-length // MESSAGE_BLOCK) * MESSAGE_BLOCK
     return made
 
 
@@ -80,7 +83,7 @@ def same_messages(made: torch.Tensor, expected: torch.Tensor, without: int | Non
     (codes, scale_inv), (wanted, its_scale_inv) = (
         reference.decode(each[keep]) for each in (made, expected)
     )
-    finite = its_scale_inv.isfinite().repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
+    finite = its_scale_inv.isfinite().repeat_interleave(MESSAGE_BLOCK, 1)[:, : codes.shape[1]]
     codes, wanted = codes.view(torch.uint8), wanted.view(torch.uint8)
     return same(scale_inv, its_scale_inv) and bool(((codes == wanted) | ~finite).all())
 
@@ -88,7 +91,7 @@ def same_messages(made: torch.Tensor, expected: torch.Tensor, without: int | Non
 def values_of(messages: torch.Tensor) -> torch.Tensor:
     """The values of messages: FP32 [rows, columns]."""
     codes, scale_inv = _decode(messages)
-    return codes.float() * scale_inv.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
+    return codes.float() * scale_inv.repeat_interleave(MESSAGE_BLOCK, 1)[:, : codes.shape[1]]
 
 
 def _sum(received: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
@@ -103,7 +106,9 @@ def _decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
-    blocks = pad(rows.float(), (0, -rows.shape[1] % BLOCK)).view(len(rows), -1, BLOCK)
+    blocks = pad(rows.float(), (0, -rows.shape[1] % MESSAGE_BLOCK)).view(
+        len(rows), -1, MESSAGE_BLOCK
+    )
     amax = blocks.abs().amax(-1)
     scale = power_of_two_scale(amax, E4M3)
     codes = saturating_cast(blocks * scale.unsqueeze(-1), E4M3).view(len(rows), -1)[
@@ -144,7 +149,7 @@ reference = SimpleNamespace(
     unpack=_unpack,
     decode=_decode,
     dequantize=lambda codes, scale_inv: (
-        codes.float() * scale_inv.repeat_interleave(BLOCK)[: codes.numel()]
+        codes.float() * scale_inv.repeat_interleave(MESSAGE_BLOCK)[: codes.numel()]
     ),
 )
 """The definition of each function of `kernels.messages`, over whole tensors."""
@@ -153,7 +158,7 @@ reference = SimpleNamespace(
 def check_pack(passes, dtype: torch.dtype, rows: int, rank: int, rounded: bool) -> None:
     of_rank = parts(dtype, seed=rank)
     numel = of_rank[-1].start + of_rank[-1].values.numel() + 1
-    columns = -(-numel // (rows * BLOCK)) * BLOCK
+    columns = -(-numel // (rows * MESSAGE_BLOCK)) * MESSAGE_BLOCK
     sent, own = passes.pack(of_rank, rows, columns, rank, rounded)
     expected, its_own = reference.pack(of_rank, rows, columns, rank, rounded)
     assert same_messages(sent, expected, None if rounded else rank)
@@ -186,7 +191,7 @@ def check_reduce(
 
 def check_reduce_of_longer_messages(passes) -> None:
     """Zeros follow the values; they are not read."""
-    columns, numel = 4 * BLOCK, 3 * BLOCK + 5
+    columns, numel = 4 * MESSAGE_BLOCK, 3 * MESSAGE_BLOCK + 5
     arrived, own = received(3, columns), values(columns, seed=99)[:numel]
     made, expected = torch.empty(numel), torch.empty(numel)
     passes.reduce_values(arrived, own, 1, made, 1, 1.0)
@@ -197,7 +202,9 @@ def check_reduce_of_longer_messages(passes) -> None:
 def check_unpack(passes, dtype: torch.dtype, rows: int) -> None:
     """Write between elements that stay unchanged."""
     wanted = parts(dtype, 0)
-    columns = -(-(wanted[-1].start + wanted[-1].values.numel()) // (rows * BLOCK)) * BLOCK
+    columns = (
+        -(-(wanted[-1].start + wanted[-1].values.numel()) // (rows * MESSAGE_BLOCK)) * MESSAGE_BLOCK
+    )
     arrived = received(rows, columns)
     made, expected = (
         [torch.full((len(p.values) + 2,), 7.0, dtype=dtype) for p in wanted] for _ in range(2)

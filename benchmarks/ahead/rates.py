@@ -20,7 +20,14 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 from measuring import table  # noqa: E402
 
-from fp8_backends.compute.rates import BF16, FAST, FP8, FP32_RESULT, KINDS, ROWWISE  # noqa: E402, F401
+from fp8_backends.compute.rates import (  # noqa: E402, F401
+    BF16_PRODUCT,
+    FAST,
+    FP8_PRODUCT,
+    FP32_RESULT,
+    PRODUCT_KINDS,
+    ROW_SCALED_PRODUCT,
+)
 
 """Products of `gpu/limits.py` have the names of the package's curves. The last one accumulates
 fast."""
@@ -32,7 +39,7 @@ RECORD = Path(__file__).resolve().parents[1] / "results" / "limits_gpu.json"
 @functools.cache
 def measured() -> dict[str, dict[Shape, float]]:
     """Return FLOP per second by kind and shape."""
-    found: dict[str, dict[Shape, float]] = {kind: {} for kind in KINDS}
+    found: dict[str, dict[Shape, float]] = {kind: {} for kind in PRODUCT_KINDS}
     for each in json.loads(RECORD.read_text())["products"]:
         found[each["product"]][tuple(each["size"])] = each["flops_per_second"]
     return found
@@ -119,7 +126,14 @@ def _of_a_layer() -> list[Published]:
             "TransformerEngine, H200 NVL",
             f"{name} {product}",
             [
-                (BF16 if name == "bf16" else FAST if product == "forward" else FP8, shape)
+                (
+                    BF16_PRODUCT
+                    if name == "bf16"
+                    else FAST
+                    if product == "forward"
+                    else FP8_PRODUCT,
+                    shape,
+                )
                 for shape in shapes[product]
             ],
             flops / (milliseconds * 1e-3),
@@ -132,7 +146,7 @@ def _of_a_layer() -> list[Published]:
 def published() -> list[Published]:
     """Return figures measured by others on Hopper GPUs."""
     trace, tilelang = "modded-nanogpt, trace of an H100", "tilelang, H800, fast"
-    head = [(FAST, (16_384, 768, 50_304), 1185), (FP8, (16_384, 50_304, 768), 1537)]
+    head = [(FAST, (16_384, 768, 50_304), 1185), (FP8_PRODUCT, (16_384, 50_304, 768), 1537)]
     head.append((FP32_RESULT, (768, 16_384, 50_304), 1542))
     by_k = {256: 569, 512: 858, 1024: 1129, 2048: 1343, 4096: 1467, 8192: 1507, 16_384: 1541}
     return [
@@ -150,7 +164,7 @@ def published() -> list[Published]:
 
 def printed() -> str:
     rows = []
-    for kind in KINDS:
+    for kind in PRODUCT_KINDS:
         errors = left_out(kind)
         worst = max(errors, key=lambda shape: abs(errors[shape]))
         at = "x".join(map(str, worst))

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import machine  # noqa: E402
 
 import fp8_backends  # noqa: E402
-from fp8_backends.comm.two_shot import BLOCK, AllReduce, reduce_scatter  # noqa: F401
+from fp8_backends.comm.two_shot import MESSAGE_BLOCK, AllReduce, reduce_scatter  # noqa: F401
 from fp8_backends.recipes.handlers import FP8RecipeKwargs  # noqa: F401
 
 RESULTS: list[dict] = []
@@ -58,12 +58,16 @@ def of_rank(numel: int, rank: int, device: str) -> torch.Tensor:
 
 def collective(device: str) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    for numel in (1, BLOCK + 1, 70_001, 2**22):
+    for numel in (1, MESSAGE_BLOCK + 1, 70_001, 2**22):
         exact = sum(of_rank(numel, r, device).double() for r in range(size)) / size
         reductions = [AllReduce(of_rank(numel, rank, device)) for _ in range(3)]
         made = [reduction.wait().values() for reduction in reductions]
         error = ((made[0].double() - exact).norm() / exact.norm()).item()
-        check(f"all-reduce of {numel}", error < (0.04 if numel > BLOCK else 0.125), error=error)
+        check(
+            f"all-reduce of {numel}",
+            error < (0.04 if numel > MESSAGE_BLOCK else 0.125),
+            error=error,
+        )
         check(f"all-reduce of {numel} repeats", all(torch.equal(made[0], each) for each in made))
         others = [torch.empty_like(made[0]) for _ in range(size)]
         dist.all_gather(others, made[0])
@@ -71,13 +75,13 @@ def collective(device: str) -> None:
             f"all-reduce of {numel} is equal on all ranks",
             all(torch.equal(each, made[0]) for each in others),
         )
-    values = torch.ones(3 * BLOCK, device=device)
+    values = torch.ones(3 * MESSAGE_BLOCK, device=device)
     if rank == size - 1:
-        values[BLOCK] = float("inf")
+        values[MESSAGE_BLOCK] = float("inf")
     made = AllReduce(values).wait().values()
     check(
         "an inf is seen by all",
-        made.isnan().sum().item() == BLOCK and made.nansum().item() == 2 * BLOCK,
+        made.isnan().sum().item() == MESSAGE_BLOCK and made.nansum().item() == 2 * MESSAGE_BLOCK,
     )
     rows = torch.stack([of_rank(5000, 100 * rank + r, device) for r in range(size)])
     exact = sum(of_rank(5000, 100 * r + rank, device) for r in range(size))

@@ -205,7 +205,7 @@ def _put_in_place(target: Path) -> None:
             os.replace(path, target.parent / path.name)
     if target.exists():
         shutil.copystat(target, holder / target.name)
-        os.rename(target, holder / manifest.REPLACED)
+        os.rename(target, holder / manifest.REPLACED_FOLDER)
         finish(target)
     else:
         os.rename(holder / target.name, target)
@@ -217,7 +217,7 @@ def finish(target: Path) -> None:
     """Put the new checkpoint into the place of the renamed old one, if any. Can be repeated after
     any interruption."""
     holder = manifest.holder_of(target)
-    old = holder / manifest.REPLACED
+    old = holder / manifest.REPLACED_FOLDER
     if not old.exists():
         return
     if not target.exists():
@@ -231,7 +231,7 @@ def finish(target: Path) -> None:
             if any(fnmatch.fnmatch(path.name, of) for of in _OF_RANKS)
         }
     preferred = manifest.preferred_to(manifest.files_named_by(target) or ())
-    for name in (*names, *preferred, manifest.NAME):
+    for name in (*names, *preferred, manifest.MANIFEST):
         (old / name).unlink(missing_ok=True)
     _move_missing(old, target)
     shutil.rmtree(holder, ignore_errors=True)
@@ -251,7 +251,7 @@ def _remove_oldest(folder: Path, newest: Path, limit: int) -> None:
     """Remove Accelerate's checkpoints until `limit` are left. Each is first renamed, so that no
     loader finds it."""
     for leftover in folder.glob(f".*{manifest.SAVING}"):
-        if not (leftover / manifest.REPLACED).exists():
+        if not (leftover / manifest.REPLACED_FOLDER).exists():
             shutil.rmtree(leftover, ignore_errors=True)
     numbers = {
         path: re.fullmatch(r"checkpoint_(\d+)", path.name)
@@ -320,13 +320,13 @@ def _condition(folder: Path) -> Condition:
     the reading."""
 
     def finish_alone() -> None:
-        if (manifest.holder_of(folder) / manifest.REPLACED).exists():
+        if (manifest.holder_of(folder) / manifest.REPLACED_FOLDER).exists():
             with _locked(folder):
                 finish(folder)
 
     def identity() -> tuple:
         try:
-            status = (folder / manifest.NAME).stat()
+            status = (folder / manifest.MANIFEST).stat()
         except FileNotFoundError:
             return ()
         # different for a copy on another disk
@@ -367,7 +367,7 @@ def save_scaling(accelerator: Accelerator, output_dir: str) -> None:
             "models": state.backends,
         }
         metadata |= {"recipes": state.recipes, "steps": state.steps}
-        metadata["manifest"] = manifest.NAME  # incomplete without the manifest
+        metadata["manifest"] = manifest.MANIFEST  # incomplete without the manifest
         (folder / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
     if state.tensors:
         save_file(state.tensors, folder / _tensor_file(accelerator.process_index))

@@ -30,7 +30,7 @@ from ..recipes.fields import FIELDS, help_of, registered_fields
 from ..recipes.handlers import AUTO, FP8RecipeKwargs, Recipe
 from ..recipes.merging import merged
 from ..recipes.strings import names_backend
-from ..rules import RULES
+from ..rules import BY_NAME
 from ..rules.preconditions import check_machine
 from ..words import shortened, shown
 from .plugin import incompatibilities, is_disabled, refuse_mismatches
@@ -230,7 +230,7 @@ def _check_launcher(args: argparse.Namespace, config: Configuration) -> None:
         ("megatron", "use_megatron_lm", "MEGATRON_LM"),
     ):
         if getattr(args, flag_name) or _distributed_type(args, config) == kind:
-            reason, fix = RULES[rule].reason, RULES[rule].fix
+            reason, fix = BY_NAME[rule].reason, BY_NAME[rule].fix
             raise FP8BackendError(f"--{flag_name} (distributed_type {kind}): {reason}. Fix: {fix}")
     by_fsdp = _uses_fsdp(args, config)
     uses_cpu = config.get("use_cpu") or _variable("ACCELERATE_USE_CPU", flag, False)

@@ -19,7 +19,7 @@ from ..convert.conversion import Prepared
 from ..convert.weight_products import FP8
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..evidence.auditing import count_flops
-from ..recipes.fields import BF16, NAMING, ONE_SCALE, settings_of
+from ..recipes.fields import KEPT_IN_BF16, NAMING, ONE_SCALE, settings_of
 from ..recipes.handlers import Recipe, Spec, resolve
 from ..recipes.strings import canonical_name
 from ..rules.validate import validate
@@ -437,13 +437,13 @@ class _Search:
                 best = min(best, trial, key=lambda trial: (trial.kept < 1, trial.gap))
         if not names or not self.remaining:
             return None
-        layers = dict.fromkeys(names, BF16)
+        layers = dict.fromkeys(names, KEPT_IN_BF16)
         chosen = self._try_layers(layers)
         if not self._helps(chosen):
             return None
         for name in reversed(names) if best is not self.given else ():
             fewer = {**layers, name: best.recipe.layers[name]}
-            if BF16 not in fewer.values():
+            if KEPT_IN_BF16 not in fewer.values():
                 break  # tried above
             if self.remaining and self._helps(trial := self._try_layers(fewer)):
                 layers = fewer
@@ -455,7 +455,7 @@ class _Search:
         names_by_word = {}
         for name, word in layers.items():
             names_by_word.setdefault(
-                self.gap.around if word == BF16 else word.rpartition(":")[2], []
+                self.gap.around if word == KEPT_IN_BF16 else word.rpartition(":")[2], []
             ).append(name)
         change = ", ".join(f"{together(names)} in {word}" for word, names in names_by_word.items())
         return self._try(change, recipe)
@@ -485,7 +485,7 @@ class _Search:
         group = Alone(names, 0.0)
         if self.remaining:
             with contextlib.suppress(*_FAILURES):
-                others = dict.fromkeys(sorted(self.layers.keys() - set(names)), BF16)
+                others = dict.fromkeys(sorted(self.layers.keys() - set(names)), KEPT_IN_BF16)
                 alone = self.gap.prepared(with_layers(self.given.recipe, others))
                 self.remaining -= 1
                 self.progress(f"{listed(names)} alone in FP8")
@@ -504,7 +504,7 @@ def with_layers(recipe: Recipe, layers: Mapping[str, str]) -> Recipe:
     # a pattern must match a layer in FP8
     if not isinstance(slow := recipe.fast_accumulation, bool):
         fields["fast_accumulation"] = [
-            pattern for pattern in slow if layers.get(pattern) != BF16
+            pattern for pattern in slow if layers.get(pattern) != KEPT_IN_BF16
         ] or True
     return resolve(fields)
 

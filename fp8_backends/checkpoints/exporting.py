@@ -117,7 +117,7 @@ def export(
         RecipeError: an unknown format.
         FP8BackendError: another kind of model, a weight is not finite, or nothing would be in FP8.
     """
-    check_known("format", format, FORMATS)
+    check_known("format", format, CHECKPOINT_FORMATS)
     check_is_module(model)
     model = unwrapped(model)
     if not callable(getattr(model, "save_pretrained", None)) or not hasattr(model, "config"):
@@ -125,7 +125,7 @@ def export(
         raise FP8BackendError(
             f"{name} is no transformers model: save it with safetensors.torch.save_model"
         )
-    codes = LayerCodes(model, FORMATS[format])
+    codes = LayerCodes(model, CHECKPOINT_FORMATS[format])
     result = Export(os.fspath(folder), format, codes.grid, high_precision=codes.high_precision)
     writes = is_main_process()
 
@@ -539,7 +539,7 @@ class CheckpointFormat(NamedTuple):
         return scales.clone(memory_format=torch.contiguous_format)
 
 
-FORMATS = {
+CHECKPOINT_FORMATS = {
     "finegrained_fp8": CheckpointFormat(
         "weight_scale_inv", (BLOCK,), (), _unfit_for_finegrained, _finegrained_config
     ),

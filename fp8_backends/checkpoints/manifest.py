@@ -19,18 +19,18 @@ from ..compute.hardware import version
 from ..errors import FP8BackendError
 from ..recipes.handlers import Recipe
 
-NAME = "fp8_manifest.json"
+MANIFEST = "fp8_manifest.json"
 METADATA = "fp8_backend.json"
 """Description of the backend by `save_state`. Its key `manifest` promises a manifest."""
 SAVING = ".saving"
 """Suffix of the folder for a checkpoint being written. A folder of this name inside a checkpoint is
 no part of it."""
-REPLACED = ".replaced"
+REPLACED_FOLDER = ".replaced"
 """Name of the replaced checkpoint, moved into the folder of the new one."""
 _FORMAT = 1
 _TRAINER_STATE = "trainer_state.json"
 """The last file of a checkpoint by transformers' Trainer."""
-_SIGNS = (NAME, METADATA, _TRAINER_STATE, "random_states_0.pkl")
+_SIGNS = (MANIFEST, METADATA, _TRAINER_STATE, "random_states_0.pkl")
 """Files that mark a folder as a checkpoint of training."""
 
 
@@ -50,7 +50,7 @@ def files_of(folder: Path) -> list[str]:
         folders[:] = [name for name in folders if name != SAVING]
         files = (path for name in names if (path := Path(parent, name)).is_file())
         sizes |= {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-    return sorted(sizes.keys() - {NAME}, key=lambda name: (-sizes[name], name))
+    return sorted(sizes.keys() - {MANIFEST}, key=lambda name: (-sizes[name], name))
 
 
 def digest(path: Path) -> dict[str, Any]:
@@ -93,12 +93,12 @@ def write(
         "versions": libraries | {"python": platform.python_version()},
         "files": dict(sorted(files.items())),
     }
-    unfinished = folder / f"{NAME}.tmp"
+    unfinished = folder / f"{MANIFEST}.tmp"
     unfinished.write_bytes(_text(json.loads(json.dumps(record, default=str))))
     flush(unfinished)
     for parent, _, _ in os.walk(folder):
         flush(Path(parent))
-    os.replace(unfinished, folder / NAME)
+    os.replace(unfinished, folder / MANIFEST)
     flush(folder)
 
 
@@ -116,7 +116,7 @@ def holder_of(folder: Path) -> Path:
 def place_of(folder: Path) -> Path:
     """Return the folder with a checkpoint's files: between the two renames of a replacement the one
     for writing."""
-    is_between = (holder_of(folder) / REPLACED).exists() and not folder.exists()
+    is_between = (holder_of(folder) / REPLACED_FOLDER).exists() and not folder.exists()
     return holder_of(folder) / folder.name if is_between else folder
 
 
@@ -175,25 +175,26 @@ def _fault(path: Path, expected: dict[str, Any]) -> str:
 
 def _read(folder: Path) -> Condition:
     try:
-        text = _content(folder / NAME)
+        text = _content(folder / MANIFEST)
     except FileNotFoundError:
         return _without_manifest(folder)
     except OSError as error:
-        return Condition("damaged", f"{NAME} cannot be read ({error.strerror})")
+        return Condition("damaged", f"{MANIFEST} cannot be read ({error.strerror})")
     try:
         record = json.loads(text)
         intact = _text({key: value for key, value in record.items() if key != "sha256"}) == text
     except (ValueError, AttributeError, RecursionError):
-        return Condition("damaged", f"{NAME} is no manifest")
+        return Condition("damaged", f"{MANIFEST} is no manifest")
     if isinstance(record.get("format"), int) and record["format"] > _FORMAT:
         return Condition(
-            "foreign", f"{NAME} has format {record['format']}; this version reads format {_FORMAT}"
+            "foreign",
+            f"{MANIFEST} has format {record['format']}; this version reads format {_FORMAT}",
         )
     if not intact:
-        return Condition("damaged", f"{NAME} does not fit its own checksum")
+        return Condition("damaged", f"{MANIFEST} does not fit its own checksum")
     if not _is_record(record):
         return Condition(
-            "damaged", f"{NAME} does not hold what a manifest of format {_FORMAT} does"
+            "damaged", f"{MANIFEST} does not hold what a manifest of format {_FORMAT} does"
         )
     return Condition("whole", manifest=record)
 
@@ -231,11 +232,11 @@ def _without_manifest(folder: Path) -> Condition:
     try:
         if (folder / METADATA).exists() and "manifest" in json.loads(_content(folder / METADATA)):
             return Condition(
-                "incomplete", f"{NAME} is missing: a save ended early, or the file was removed"
+                "incomplete", f"{MANIFEST} is missing: a save ended early, or the file was removed"
             )
     except (ValueError, TypeError, OSError, RecursionError):
         return Condition(
-            "damaged", f"{METADATA} is not what save_state wrote, and {NAME} is missing"
+            "damaged", f"{METADATA} is not what save_state wrote, and {MANIFEST} is missing"
         )
     if re.fullmatch(r"checkpoint-\d+", folder.name) and not any(folder.glob("random_states_*.pkl")):
         try:
@@ -265,7 +266,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
         names = {path.name for path in folder.iterdir() if not path.is_symlink()}
     except (FileNotFoundError, NotADirectoryError):
         return []
-    names |= {name[1 : -len(SAVING)] for name in names if (folder / name / REPLACED).exists()}
+    names |= {
+        name[1 : -len(SAVING)] for name in names if (folder / name / REPLACED_FOLDER).exists()
+    }
     # hidden folders are being saved or removed
     paths = [folder / name for name in names if not name.startswith(".")]
     paths = [path for path in paths if place_of(path).is_dir() and is_checkpoint(path)]

@@ -16,7 +16,7 @@ from ..errors import FP8BackendError
 from ..formats.scaling import Quantized
 from ..torch_tools.modules import check_is_module
 from ..words import by_reason, counted, listed
-from .exporting import FITS_INTO, FORMATS, TENSOR, LayerCodes, checked
+from .exporting import CHECKPOINT_FORMATS, FITS_INTO, TENSOR, LayerCodes, checked
 
 
 def rollout_weights(model: nn.Module, format: str = "finegrained_fp8") -> RolloutWeights:
@@ -36,7 +36,9 @@ def rollout_weights(model: nn.Module, format: str = "finegrained_fp8") -> Rollou
         FP8BackendError: the format has no scales for a layer's codes, or its backend does not tell
             them; in an iteration, a weight is not finite.
     """
-    check_known("format", format, (name for name, fmt in FORMATS.items() if not fmt.is_4_bit))
+    check_known(
+        "format", format, (name for name, fmt in CHECKPOINT_FORMATS.items() if not fmt.is_4_bit)
+    )
     check_is_module(model)
     return RolloutWeights(unwrapped(model), format)
 
@@ -46,7 +48,7 @@ class RolloutWeights:
     weight itself, with its exact values. Tied weights come once. Copy a tensor to keep it."""
 
     def __init__(self, model: nn.Module, format: str) -> None:
-        self._codes = codes = LayerCodes(model, FORMATS[format])
+        self._codes = codes = LayerCodes(model, CHECKPOINT_FORMATS[format])
         high_precision, in_fp8 = dict(codes.high_precision), []
         for name, grid in codes.grids.items():
             if codes.grid not in FITS_INTO.get(grid, ()):

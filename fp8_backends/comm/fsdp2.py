@@ -31,7 +31,7 @@ from torch import nn
 from ..announcement import logger
 from ..errors import FP8BackendError
 from ..formats.formats import E4M3
-from ..tensors.gathered_codes import AMAX, DGRAD, FPROP, GatheredCodes
+from ..tensors.gathered_codes import DGRAD, FPROP, WEIGHT_AMAX, GatheredCodes
 from ..tensors.scaled_tensor import Partial, ScaledTensor, WithoutMemory
 from ..tensors.sharded_tensor import agreed_over, is_distributed
 from ..torch_tools.backward_end import inside_backward
@@ -389,7 +389,7 @@ class WeightShard:
         out=None,
     ):
         """Return a gathered message as codes, or put them into `out`."""
-        parts = {} if self.codes.amax is None else {AMAX: self.codes.amax}
+        parts = {} if self.codes.amax is None else {WEIGHT_AMAX: self.codes.amax}
         for (product, amaxes), codes in zip(agreed.items(), gathered, strict=True):
             whole, scale_inv = (
                 codes.narrow(0, 0, self.parameter._orig_size[0]),

@@ -27,7 +27,7 @@ from ..kernels.devices import on_device
 from ..tensors.scaled_tensor import Kind, ScaledTensor, quantize, stored_parts
 from ..tensors.sharded_tensor import agreed_over
 from ..torch_tools.modules import TemporaryHook
-from .two_shot import BLOCK, AllReduce, Part, Reduced
+from .two_shot import MESSAGE_BLOCK, AllReduce, Part, Reduced
 
 
 class Bucket(NamedTuple):
@@ -36,7 +36,7 @@ class Bucket(NamedTuple):
     indices: list[int]
     """Indices of their parameters in the reducer's list."""
     starts: list[int]
-    """First element of each; a multiple of BLOCK."""
+    """First element of each; a multiple of MESSAGE_BLOCK."""
     numel: int
 
 
@@ -185,9 +185,11 @@ class GradientReducer:
         else:
             codes, scale_inv = (
                 reduced.codes[start:end],
-                reduced.scale_inv[start // BLOCK : -(-end // BLOCK)],
+                reduced.scale_inv[start // MESSAGE_BLOCK : -(-end // MESSAGE_BLOCK)],
             )
-            gradient = ScaledTensor(codes.view(parameter.shape), scale_inv, parameter.dtype, BLOCK)
+            gradient = ScaledTensor(
+                codes.view(parameter.shape), scale_inv, parameter.dtype, MESSAGE_BLOCK
+            )
         gradient.kind = Kind.GRADIENT
         return gradient
 
@@ -205,7 +207,7 @@ def _buckets(parameters: list[nn.Parameter], capacity: int) -> list[Bucket]:
     """Fill buckets with consecutive parameters, `capacity` elements or one parameter each."""
     buckets: list[Bucket] = []
     for index, parameter in enumerate(parameters):
-        numel = -(-parameter.numel() // BLOCK) * BLOCK
+        numel = -(-parameter.numel() // MESSAGE_BLOCK) * MESSAGE_BLOCK
         if not buckets or buckets[-1].numel + numel > capacity:
             buckets.append(Bucket([], [], 0))
         last = buckets[-1]
@@ -296,8 +298,10 @@ def fp8_all_reduce(state, bucket):
     with state.side_stream.active():
         state.side_stream.part_of_message(values)
         sizes = [gradient.numel() for gradient in bucket.gradients()]
-        # each at a multiple of BLOCK
-        starts = accumulate((-(-size // BLOCK) * BLOCK for size in sizes), initial=0)
+        # each at a multiple of MESSAGE_BLOCK
+        starts = accumulate(
+            (-(-size // MESSAGE_BLOCK) * MESSAGE_BLOCK for size in sizes), initial=0
+        )
         gradients = [
             Part(part, start) for part, start in zip(values.split(sizes), starts, strict=False)
         ]

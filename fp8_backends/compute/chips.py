@@ -25,11 +25,11 @@ INSTEAD_OF_TE = (
 )
 
 State = Literal["FP8", "emulated", "refused"]
-FP8, EMULATED, REFUSED = "FP8", "emulated", "refused"
+RUNS, RUNS_EMULATED, REFUSED = "FP8", "emulated", "refused"
 
 MEANING = {
-    FP8: "FP8 matrix units make the products",
-    EMULATED: "the same casts; bf16 or FP32 products with FP32 sums, slower than "
+    RUNS: "FP8 matrix units make the products",
+    RUNS_EMULATED: "the same casts; bf16 or FP32 products with FP32 sums, slower than "
     "bf16: for checking a recipe",
     REFUSED: "an error when a model is prepared",
 }
@@ -175,7 +175,7 @@ class Rates(NamedTuple):
     source: str = "a roofline"
 
 
-_NO_TE, _EMULATED, _YES = Cell(REFUSED, "te-nvidia"), Cell(EMULATED), Cell(FP8)
+_NO_TE, _EMULATED, _YES = Cell(REFUSED, "te-nvidia"), Cell(RUNS_EMULATED), Cell(RUNS)
 DEFAULTS = {
     ("te:delayed", "te:dynamic"): _NO_TE,
     ("te:blockwise",): _NO_TE,
@@ -223,7 +223,7 @@ class Chip:
     @property
     def fp8(self) -> bool:
         """Return True if it has FP8 matrix units that a backend uses."""
-        return any(cell.state == FP8 for cell in self.table.values())
+        return any(cell.state == RUNS for cell in self.table.values())
 
 
 _TWICE_AS_FAST = "FP8 products are twice as fast as bf16's"
@@ -243,11 +243,11 @@ _NO_FP8 = dict.fromkeys(
 )
 _NVIDIA = {
     "te:delayed": _YES,
-    "te:blockwise": Cell(FP8, "block-blackwell", _BLOCK_CUDA),
+    "te:blockwise": Cell(RUNS, "block-blackwell", _BLOCK_CUDA),
     "te:mxfp8": Cell(REFUSED, "mxfp8"),
 }
-_ROWS_ADA, _ROWS_RTX = Cell(FP8, "rowwise-ada"), Cell(FP8, "rowwise-rtx")
-_FNUZ, _OTHER_CODES = Cell(FP8, "fnuz"), Cell(EMULATED, "fnuz")
+_ROWS_ADA, _ROWS_RTX = Cell(RUNS, "rowwise-ada"), Cell(RUNS, "rowwise-rtx")
+_FNUZ, _OTHER_CODES = Cell(RUNS, "fnuz"), Cell(RUNS_EMULATED, "fnuz")
 
 H200 = Rates(989e12, 1979e12, 4.8e12, 450e9, 50e9, "measured on an H200 (but for the network)")
 _B200 = Rates(2250e12, 4500e12, 7.67e12, 900e9, 50e9)
@@ -260,7 +260,9 @@ Blackwell), torchao's `testing/training/roofline_utils.py` at 36027d8 (B200, RTX
 (RTX PRO 6000; its memory is the RTX 5090's). PCIe 4 x16 and 5 x16 without NVLink."""
 
 CHIPS = (
-    Chip("cpu", "CPU", "no GPU", None, _NO_FP8 | {"ao:rowwise": Cell(EMULATED, "rowwise-cpu")}),
+    Chip(
+        "cpu", "CPU", "no GPU", None, _NO_FP8 | {"ao:rowwise": Cell(RUNS_EMULATED, "rowwise-cpu")}
+    ),
     Chip(
         "before-fp8",
         "to 8.6",
@@ -275,7 +277,7 @@ CHIPS = (
         (8, 9),
         _NVIDIA
         | {
-            "te:delayed": Cell(FP8, "ada", _ADA_CUDA),
+            "te:delayed": Cell(RUNS, "ada", _ADA_CUDA),
             "te:blockwise": Cell(REFUSED, "block-9.0"),
             "ao:rowwise": _ROWS_ADA,
             "native:rowwise": _ROWS_ADA,
@@ -290,8 +292,8 @@ CHIPS = (
         (9, 0),
         _NVIDIA
         | {
-            "te:blockwise": Cell(FP8, "block-cuda", _BLOCK_CUDA),
-            "native:blockwise": Cell(FP8, "block-e4m3", _BLOCK_CUDA, EMULATED),
+            "te:blockwise": Cell(RUNS, "block-cuda", _BLOCK_CUDA),
+            "native:blockwise": Cell(RUNS, "block-e4m3", _BLOCK_CUDA, RUNS_EMULATED),
         },
         advice=_NATIVE,
         te_backend="te:dynamic",
@@ -306,7 +308,7 @@ CHIPS = (
         _NVIDIA
         | {
             "te:mxfp8": _YES,
-            "native:mxfp8": Cell(FP8, "mxfp8-cuda", _MX_CUDA, EMULATED),
+            "native:mxfp8": Cell(RUNS, "mxfp8-cuda", _MX_CUDA, RUNS_EMULATED),
         },
         advice=_TORCHAO,
         te_backend="te:mxfp8",
@@ -321,7 +323,7 @@ CHIPS = (
         | {
             "ao:rowwise": _ROWS_RTX,
             "native:rowwise": _ROWS_RTX,
-            "native:mxfp8": Cell(FP8, "mxfp8-rtx", (13, 0), EMULATED, (2, 14)),
+            "native:mxfp8": Cell(RUNS, "mxfp8-rtx", (13, 0), RUNS_EMULATED, (2, 14)),
         },
         advice=_PUBLISHED,
         rates=_RTX5090,
@@ -371,7 +373,7 @@ SOLD = {product.name: product for product in (
 )}  # fmt: skip
 """Memory is from NVIDIA's and AMD's data sheets (B200 and B300: a DGX's memory over its 8 GPUs).
 Drivers show it in GiB, up to a percent less; 6 % less on cards with GDDR memory whose ECC is on."""
-PRODUCTS = {**SOLD, **{chip.key: Product(chip.key, chip.gpu) for chip in CHIPS}}
+CARDS = {**SOLD, **{chip.key: Product(chip.key, chip.gpu) for chip in CHIPS}}
 """All names for chips, in lower case."""
 
 
@@ -379,8 +381,8 @@ def product_named(name: str) -> Product:
     """Return the chip of a product such as "h100", or of a key of CHIPS. Raises `RecipeError` with
     the nearest name."""
     key = parsed("chip", word, name).lower().replace("_", "-").replace(" ", "")
-    check_known("chip", key, PRODUCTS)
-    return PRODUCTS[key]
+    check_known("chip", key, CARDS)
+    return CARDS[key]
 
 
 _NO_AMD_FP8 = Advice("bf16", "", "PyTorch uses its bf16 products, and none in FP8")
@@ -503,7 +505,7 @@ def described(chip: Chip, *releases: tuple[int, int] | None) -> dict[str, Any]:
     return {"key": chip.key, "title": chip.title, "examples": chip.examples, "products": products}
 
 
-SHORT = {FP8: "FP8", EMULATED: "emul.", REFUSED: "no"}
+IN_SHORT = {RUNS: "FP8", RUNS_EMULATED: "emul.", REFUSED: "no"}
 
 
 def rows() -> list[list[str]]:
@@ -512,12 +514,12 @@ def rows() -> list[list[str]]:
     table = [["", *(chip.title for chip in CHIPS)]]
     for backends in DEFAULTS:
         cells = [chip.table[backends] for chip in CHIPS]
-        texts = [SHORT[cell.state] + numbers.get(cell.note, "") for cell in cells]
+        texts = [IN_SHORT[cell.state] + numbers.get(cell.note, "") for cell in cells]
         table += [[backend, *texts] for backend in backends]
     return table
 
 
 def legend() -> list[str]:
     examples = "; ".join(f"{chip.title}: {chip.examples}" for chip in CHIPS)
-    states = "; ".join(f"{SHORT[state]}: {meaning}" for state, meaning in MEANING.items())
+    states = "; ".join(f"{IN_SHORT[state]}: {meaning}" for state, meaning in MEANING.items())
     return [f"columns are CUDA compute capabilities and AMD's chips ({examples})", states, MEASURED]

@@ -7,9 +7,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from ..tensors.gathered_codes import DGRAD, FPROP
 from ..torch_tools.backward_end import inside_backward
 
-FPROP, DGRAD, WGRAD = KINDS = ("fprop", "dgrad", "wgrad")
+WGRAD = "wgrad"
+KINDS = (FPROP, DGRAD, WGRAD)
 RECOMPUTED = "recomputed"
 
 

@@ -25,6 +25,10 @@ from .counts import KINDS, ProductCounts
 from .fields import Field
 from .hardware import Availability
 
+ALIGNMENT = 16
+"""FP8 products take multiples of this in the contraction and in the columns of the result. TorchAO
+pads the contraction, and no other size."""
+
 
 class Recipe(Protocol):
     """A resolved recipe (`recipes.handlers.Recipe`), as far as backends read it: its name and the

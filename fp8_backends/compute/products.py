@@ -20,9 +20,7 @@ from ..formats.scaling import MX, SQUARES, Blocks, Quantized
 from ..kernels import cpu_casts
 from ..kernels.quantize import dequantize_blocks
 from . import hardware
-
-ALIGNMENT = 16
-"""FP8 products take multiples of this in the contraction and in the columns of the result."""
+from .interface import ALIGNMENT
 
 SCALED_MM, BF16_EXACT, FP32_EXACT, EMULATED = "scaled_mm", "bf16-exact", "fp32-exact", "emulated"
 VALUES = {BF16_EXACT: torch.bfloat16, FP32_EXACT: torch.float32, EMULATED: torch.float32}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .chips import H200, Rates
 
-BF16, FAST, FP8, FP32_RESULT, ROWWISE = KINDS = (
+BF16_PRODUCT, FAST, FP8_PRODUCT, FP32_RESULT, ROW_SCALED_PRODUCT = PRODUCT_KINDS = (
     "bf16",
     "FP8, fast accumulation",
     "FP8",
@@ -21,11 +21,11 @@ BF16, FAST, FP8, FP32_RESULT, ROWWISE = KINDS = (
     "FP8, a scale for each row",
 )
 CURVES = {
-    BF16: (1.5044e-15, 0.0, 1.0860e-13, 0.0),
+    BF16_PRODUCT: (1.5044e-15, 0.0, 1.0860e-13, 0.0),
     FAST: (7.5870e-16, 2.7115e-14, 1.7699e-13, 1.6297e-14),
-    FP8: (7.2431e-16, 4.0339e-14, 3.2049e-13, 8.7515e-14),
+    FP8_PRODUCT: (7.2431e-16, 4.0339e-14, 3.2049e-13, 8.7515e-14),
     FP32_RESULT: (7.3375e-16, 3.2876e-14, 4.8715e-13, 1.2860e-13),
-    ROWWISE: (6.6934e-16, 7.1109e-14, 2.9389e-13, 4.0101e-14),
+    ROW_SCALED_PRODUCT: (6.6934e-16, 7.1109e-14, 2.9389e-13, 4.0101e-14),
 }
 """Seconds of a FLOP of [m, k] x [k, n], 1 / rate = c0 + c1 / m + c2 / k + c3 / n, under a sustained
 load of an H200: fitted to the 22 shapes of `limits_gpu.json` by `benchmarks/ahead/rates.py` (median
@@ -115,7 +115,7 @@ def constant(name: str) -> float:
 
 def rate(kind: str, m: float, k: float, n: float, chip: Rates = H200) -> float:
     """Return FLOP/s of [m, k] x [k, n] under a sustained load."""
-    limit = (H200.bf16 / chip.bf16) if kind == BF16 else (H200.fp8 / chip.fp8)
+    limit = (H200.bf16 / chip.bf16) if kind == BF16_PRODUCT else (H200.fp8 / chip.fp8)
     by_flop, *by_size = CURVES[kind]
     traffic = sum(each / size for each, size in zip(by_size, (m, k, n), strict=True))
     return 1 / (by_flop * limit + traffic * max(limit, H200.memory / chip.memory))
@@ -127,7 +127,7 @@ def product_seconds(
     """Return the seconds of a product in a training step, or under a load of products only."""
     in_a_step = 1.0
     if not sustained:
-        in_a_step = constant("bf16 in a step" if kind == BF16 else "FP8 in a step")
+        in_a_step = constant("bf16 in a step" if kind == BF16_PRODUCT else "FP8 in a step")
     return 2 * m * k * n / rate(kind, m, k, n, chip) / in_a_step
 
 
@@ -163,8 +163,12 @@ def casts_of(compute: str, scaling: str, compiled: bool) -> Casts:
 def kinds_of(compute: str, scaling: str) -> dict[str, str]:
     """Return the kind of product of fprop, dgrad and wgrad in FP8."""
     if scaling.startswith("rowwise"):
-        return dict.fromkeys(("fprop", "dgrad", "wgrad"), ROWWISE)
-    return {"fprop": FAST, "dgrad": FP8, "wgrad": FP32_RESULT if compute == "native" else FP8}
+        return dict.fromkeys(("fprop", "dgrad", "wgrad"), ROW_SCALED_PRODUCT)
+    return {
+        "fprop": FAST,
+        "dgrad": FP8_PRODUCT,
+        "wgrad": FP32_RESULT if compute == "native" else FP8_PRODUCT,
+    }
 
 
 def shape_of(product: str, m: float, k: float, n: float) -> tuple[float, float, float]:
@@ -191,7 +195,7 @@ def linear_gain(
     for k, n in sizes:
         shapes = {product: shape_of(product, tokens, k, n) for product in kinds}
         bf16 += sum(
-            product_seconds(BF16, *shape, chip) for shape in shapes.values()
+            product_seconds(BF16_PRODUCT, *shape, chip) for shape in shapes.values()
         ) + memory_seconds(12 * k * n, chip)
         fp8 += sum(
             product_seconds(kinds[product], *shape, chip) for product, shape in shapes.items()

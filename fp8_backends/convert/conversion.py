@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import nn
 
-from ..compute.interface import Compute, TransposedLinear
+from ..compute.interface import ALIGNMENT, Compute, TransposedLinear
 from ..compute.registry import compute_of, get_compute
 from ..errors import FP8BackendError, RecipeError
-from ..recipes.fields import BF16
+from ..recipes.fields import KEPT_IN_BF16
 from ..recipes.handlers import Recipe, differences
 from ..torch_tools.modules import (
     CONVERSION,
@@ -46,9 +46,6 @@ from .weight_products import (
     memory_sharers,
     offloaded_modules,
 )
-
-ALIGNMENT = 16
-"""FP8 products need sizes in multiples of this; backends pad other sizes."""
 
 MARKS = (CONVERSION, PLAIN_CONVERSION)
 
@@ -83,10 +80,12 @@ class Prepared:
         bf16`."""
         named = sorted(
             (p for p in self.report.products if p.recipe),
-            key=lambda product: product.recipe == BF16,
+            key=lambda product: product.recipe == KEPT_IN_BF16,
         )
         words = Counter(
-            product.recipe for product in named if product.recipe == BF16 or product.state == FP8
+            product.recipe
+            for product in named
+            if product.recipe == KEPT_IN_BF16 or product.state == FP8
         )
         texts = [self.recipe.name]
         for word, number in words.items():
@@ -340,7 +339,7 @@ class LayerFilter:
             for weight in matched:
                 if weight.product.recipe:
                     continue  # by an earlier pattern
-                weight.product.recipe = BF16 if isinstance(word, int) else word
+                weight.product.recipe = KEPT_IN_BF16 if isinstance(word, int) else word
                 weight.recipe = self.recipe.by_backend.get(weight.product.recipe)
                 weight.default_exclusion = None if named else weight.default_exclusion
 
@@ -372,7 +371,7 @@ class LayerFilter:
         )
         return (
             "in bf16 by layers"
-            if isinstance(layer, NormLayer) and next(words, None) == BF16
+            if isinstance(layer, NormLayer) and next(words, None) == KEPT_IN_BF16
             else None
         )
 

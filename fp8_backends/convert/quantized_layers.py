@@ -29,7 +29,7 @@ from ..tensors.sharded_tensor import is_distributed, local_part
 from ..torch_tools.modules import CONVERSION, check_is_module, forward_obstacle, plain_name
 from ..words import listed, shown
 
-TRAINS = Refusal(
+CODES_NEVER_TRAIN = Refusal(
     "a layer that a checkpoint stores as codes and scales would never train: the library that "
     "multiplies it gives its weight no gradient",
     "call fp8_backends.checkpoints.dequantize(model) before the optimizer is made, and its weights "
@@ -165,7 +165,7 @@ def check(model: nn.Module, recipe: Recipe, compute: Compute) -> None:
             )
     if names := training_codes(model):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise RecipeError(f"{names[0]}{more}: {TRAINS}")
+        raise RecipeError(f"{names[0]}{more}: {CODES_NEVER_TRAIN}")
     for name, layer in raw_layers(model):
         layout = RAW_CODES[layer.weight.dtype]
         if any(p.requires_grad for p in layer.parameters()):

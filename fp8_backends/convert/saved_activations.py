@@ -30,7 +30,7 @@ from ..errors import FP8BackendError
 from ..formats.formats import E4M3
 from ..formats.scaling import MX, Quantized
 from ..kernels.quantize import dequantize_blocks, quantize_blocks
-from ..kernels.triton_gate import PLAIN, is_eager
+from ..kernels.triton_gate import PLAIN_TYPES, is_eager
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import CONVERSION, is_traced, renumber
 
@@ -41,10 +41,10 @@ WITH_ATTENTION = "fp8+attention"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of values that can be packed."""
-PART = 2**24
+SAVED_AT_ONCE = 2**24
 """Elements unpacked at a time: eager operations copy them in FP32."""
 
-FEWEST = 2**12
+FEWEST_TO_SAVE = 2**12
 """Elements of the smallest packed tensor."""
 SHORTEST_ROW = 32
 """Elements of a block: a shorter row would not pay for its scale."""
@@ -379,7 +379,11 @@ def _saved(node: Node, kept: Kept) -> Saved:
 
 def _is_packable(tensor: torch.Tensor) -> bool:
     """Return True if codes save memory: the tensor is large, not a leaf and not expanded."""
-    if type(tensor) not in PLAIN or tensor.dtype not in DTYPES or tensor.numel() < FEWEST:
+    if (
+        type(tensor) not in PLAIN_TYPES
+        or tensor.dtype not in DTYPES
+        or tensor.numel() < FEWEST_TO_SAVE
+    ):
         return False
     owner = tensor if tensor._base is None else tensor._base
     return (
@@ -427,7 +431,7 @@ class PackedValues(NamedTuple):
     def unpacked(self, shape: torch.Size) -> torch.Tensor:
         """Return the values, in their dtype, contiguous."""
         codes = self.quantized.codes
-        rows = max(1, PART // codes.shape[1])
+        rows = max(1, SAVED_AT_ONCE // codes.shape[1])
         if self.mean is not None:
             beyond = dequantize_blocks(self.quantized, MX, torch.float32)
             return beyond.add_(self.mean).to(self.dtype).view(shape)

@@ -37,7 +37,7 @@ try:
 except ImportError:  # Windows
     resource = None
 
-PRODUCTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_mm.out"})
+PRODUCT_EVENTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_mm.out"})
 """Operators that multiply FP8 matrices."""
 
 _BACKWARD_FUNCTION = 1  # torch::RecordScope::BACKWARD_FUNCTION
@@ -353,7 +353,7 @@ def _products(events: list[_Event]) -> list[_Event]:
     """Return the products that ran, not the ones inside another or answered for a compiler's fake
     tensors."""
     multiplied = {
-        parent for event in events if event.name in PRODUCTS for parent in _parents(event)
+        parent for event in events if event.name in PRODUCT_EVENTS for parent in _parents(event)
     }
     answered = {event.parent for event in events if event.name == _MODE} - multiplied
     return [event for event in events if _is_product(event) and event not in answered]
@@ -363,12 +363,12 @@ def _is_product(event: _Event) -> bool:
     names = [parent.name for parent in _parents(event)]
     # TorchAO with `emulate=True`: a plain product by an FP8 tensor subclass for its own product
     emulated = event.name == "aten::mm" and names[:2] == [_SUBCLASS, "aten::mm"]
-    if not emulated and event.name not in PRODUCTS:
+    if not emulated and event.name not in PRODUCT_EVENTS:
         return False
     # a compiler's mode answers products of FP8 tensors itself; other modes run the operator of
     # their subclass
     nearer = names[: names.index(_SUBCLASS)] if _SUBCLASS in names else names
-    return _MODE not in nearer and PRODUCTS.isdisjoint(names)
+    return _MODE not in nearer and PRODUCT_EVENTS.isdisjoint(names)
 
 
 def _place(

@@ -24,7 +24,7 @@ from ..convert import conversion
 from ..convert.conversion import Prepared
 from ..convert.weight_products import CONVOLUTION, COUNTED, LINEARS
 from ..errors import FP8BackendError
-from ..recipes.fields import BF16
+from ..recipes.fields import KEPT_IN_BF16
 from ..recipes.handlers import Recipe
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import EagerHook, is_traced, plain_name, trains_by_adapters
@@ -130,7 +130,7 @@ class FirstStep:
 
     def _is_due(self) -> bool:
         """Return False in a bf16 phase of all models, without FP8 products to prove."""
-        return any(prepared.phase != BF16 for _, _, prepared in self.roots)
+        return any(prepared.phase != KEPT_IN_BF16 for _, _, prepared in self.roots)
 
     def _before_forward(self, root: nn.Module, args) -> None:
         if not self._is_due():
@@ -281,7 +281,9 @@ def read_proof(root: nn.Module, prepared: Prepared, by_shape: bool = False) -> P
     notes = []
     if high:
         notes.append(f"{' '.join(high)} in high precision by recipe")
-    notes += [f"{kind} {word}" for kind, word in (recipe.products or {}).items() if word != BF16]
+    notes += [
+        f"{kind} {word}" for kind, word in (recipe.products or {}).items() if word != KEPT_IN_BF16
+    ]
     if by_shape:
         notes.append("compiled, counted by shape")
     if flops.uncounted:

@@ -28,9 +28,10 @@ SIZES = {
 
 
 def main(args: argparse.Namespace) -> None:
-    recipe = {"backend": args.backend, "offload": "states", "gradient_release": "true"}
     os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8"
-    os.environ |= {f"ACCELERATE_FP8_{name.upper()}": value for name, value in recipe.items()}
+    os.environ["ACCELERATE_FP8_BACKEND"] = args.backend
+    os.environ["ACCELERATE_FP8_OFFLOAD"] = "states"
+    os.environ["ACCELERATE_FP8_GRADIENT_RELEASE"] = "true"
     torch.manual_seed(0)
     batch = 1
     rate = 1e-5

@@ -18,13 +18,13 @@ from ..formats.formats import E4M3, FP16, Format
 from ..formats.scaling import Blocks, Quantized, e8m0_values
 from .triton_gate import is_eager
 
-PART = 2**19
+CAST_AT_ONCE = 2**19
 """Elements of a part: 2 MiB in FP32. Smaller parts are no faster, and threads synchronize after
 each operation."""
 MOST_SCRATCH = 2**25
 """Most bytes of a reused buffer. Each thread has four: a part, both operands of a product, its
 unrounded result."""
-FEWEST = 2**13
+FEWEST_TO_CAST = 2**13
 """Below this many elements, the reference is faster, with fewer operations."""
 
 _BITS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFFFFFF)}
@@ -33,7 +33,7 @@ _BITS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFFFFFF)}
 
 def serves(tensor: torch.Tensor) -> bool:
     """Return True for an eager CPU tensor with enough elements to gain."""
-    return is_eager(tensor) and tensor.device.type == "cpu" and tensor.numel() >= FEWEST
+    return is_eager(tensor) and tensor.device.type == "cpu" and tensor.numel() >= FEWEST_TO_CAST
 
 
 def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -111,8 +111,8 @@ def _decode_e4m3(codes: torch.Tensor, out: torch.Tensor) -> None:
     """Decode E4M3 codes to FP32 as FP16 bits: shifted up by seven, a code is the FP16 of its value
     over 2**8, subnormal numbers included. Only NaN becomes a number, 480, above E4M3's largest."""
     codes = codes.view(torch.int8)
-    for start in range(0, len(codes), PART):
-        part, values = codes[start : start + PART], out[start : start + PART]
+    for start in range(0, len(codes), CAST_AT_ONCE):
+        part, values = codes[start : start + CAST_AT_ONCE], out[start : start + CAST_AT_ONCE]
         bits = _scratch(part.shape, torch.int16, "part").copy_(part)
         values.copy_(bits.bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16))
         values.mul_(2.0 ** (FP16.bias - E4M3.bias))
@@ -127,8 +127,8 @@ def _decode_pairs(codes: torch.Tensor, out: torch.Tensor) -> None:
         codes = codes.clone()  # misaligned for 16-bit reads
     even = codes.numel() // 2 * 2
     pairs, pairs_out = codes[:even].view(torch.uint16), out[:even].view(torch.int32)
-    for start in range(0, len(pairs), PART):
-        part = slice(start, min(start + PART, len(pairs)))
+    for start in range(0, len(pairs), CAST_AT_ONCE):
+        part = slice(start, min(start + CAST_AT_ONCE, len(pairs)))
         index = part_of(pairs[part].shape, torch.int32).copy_(pairs[part])
         torch.index_select(_pairs_of(codes.dtype), 0, index, out=pairs_out[part])
     out[even:].copy_(codes[even:])
@@ -252,7 +252,7 @@ def _multiply_blocks(values: torch.Tensor, factor: torch.Tensor, width: int) -> 
 def _bands(shape: torch.Size, height: int) -> Iterator[tuple[slice, slice]]:
     """Split a matrix into parts, whole bands of blocks or part of one: slices of rows, and of their
     bands."""
-    step = max(1, PART // max(1, shape[1]))
+    step = max(1, CAST_AT_ONCE // max(1, shape[1]))
     together = max(1, step // height)
     whole = shape[0] // height
     firsts = [*range(0, whole, together), *([whole] if shape[0] % height else [])]
@@ -287,7 +287,7 @@ def _scratch(shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor:
 
 
 def _row_parts(shape: torch.Size) -> Iterator[slice]:
-    step = max(1, PART // max(1, shape[1]))
+    step = max(1, CAST_AT_ONCE // max(1, shape[1]))
     return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 
 

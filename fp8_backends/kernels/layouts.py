@@ -33,7 +33,7 @@ class Layouts(NamedTuple):
         return Quantized(self.transposed, self.transposed_scale_inv)
 
 
-BLOCK = 128
+MESSAGE_BLOCK = 128
 """Elements that share a scale on the wire."""
 
 
@@ -51,12 +51,12 @@ class Part(NamedTuple):
 
 def shape_of(rows: int, columns: int) -> tuple[int, int]:
     """Return the shape of messages for a matrix of values."""
-    return rows, columns + -(-columns // BLOCK)
+    return rows, columns + -(-columns // MESSAGE_BLOCK)
 
 
 def columns_of(messages: torch.Tensor) -> int:
     """Count the codes in a message."""
-    return messages.shape[1] - -(-messages.shape[1] // (BLOCK + 1))
+    return messages.shape[1] - -(-messages.shape[1] // (MESSAGE_BLOCK + 1))
 
 
 def exponents_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from ..formats.formats import E4M3, FP16
 from ..formats.scaling import power_of_two_scale
-from .layouts import BLOCK, Part, columns_of, exponents_of, scales_of, shape_of
+from .layouts import MESSAGE_BLOCK, Part, columns_of, exponents_of, scales_of, shape_of
 from .triton_gate import is_fake, usable
 
 CHUNK = 2**18
@@ -139,7 +139,7 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     """Return the FP32 values of codes, [numel], with a scale for each BLOCK of them."""
     values = torch.empty(1, codes.numel(), dtype=torch.float32, device=codes.device)
     for _, first, last in _chunks(values, 1, codes.numel()):
-        scales = scale_inv[first // BLOCK : -(-last // BLOCK)]
+        scales = scale_inv[first // MESSAGE_BLOCK : -(-last // MESSAGE_BLOCK)]
         _dequantize(codes[first:last].unsqueeze(0), scales.unsqueeze(0), values[:, first:last])
     return values[0]
 
@@ -147,7 +147,10 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 def _scratch(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """Allocate FP32 memory for chunks of rows, whole blocks each."""
     return torch.empty(
-        rows, min(-(-columns // BLOCK) * BLOCK, CHUNK), dtype=torch.float32, device=device
+        rows,
+        min(-(-columns // MESSAGE_BLOCK) * MESSAGE_BLOCK, CHUNK),
+        dtype=torch.float32,
+        device=device,
     )
 
 
@@ -205,21 +208,21 @@ def _encode(
 ) -> None:
     """Write FP32 values from column `first` on into a message of `columns` values. Overwrites the
     values."""
-    numel, blocks = len(values), -(-len(values) // BLOCK)
-    if numel % BLOCK:  # the last of a row
-        values = torch.nn.functional.pad(values, (0, -numel % BLOCK))
-    values = values.view(blocks, BLOCK)
-    amax = torch.abs(values, out=spare[: values.numel()].view(blocks, BLOCK)).amax(1)
+    numel, blocks = len(values), -(-len(values) // MESSAGE_BLOCK)
+    if numel % MESSAGE_BLOCK:  # the last of a row
+        values = torch.nn.functional.pad(values, (0, -numel % MESSAGE_BLOCK))
+    values = values.view(blocks, MESSAGE_BLOCK)
+    amax = torch.abs(values, out=spare[: values.numel()].view(blocks, MESSAGE_BLOCK)).amax(1)
     scale = power_of_two_scale(amax, E4M3)
     values.mul_(scale.unsqueeze(1)).clamp_(-E4M3.max, E4M3.max)
     message[first : first + numel].view(E4M3.dtype).copy_(values.view(-1)[:numel])
-    place = columns + first // BLOCK
+    place = columns + first // MESSAGE_BLOCK
     message[place : place + blocks] = exponents_of(scale, amax)
 
 
 def _decode(messages: torch.Tensor, columns: int, first: int, out: torch.Tensor) -> None:
     """Write values from column `first` on into `out`, FP32 [messages, elements]."""
-    place, blocks = columns + first // BLOCK, -(-out.shape[1] // BLOCK)
+    place, blocks = columns + first // MESSAGE_BLOCK, -(-out.shape[1] // MESSAGE_BLOCK)
     _dequantize(
         messages[:, first : first + out.shape[1]],
         scales_of(messages[:, place : place + blocks]),
@@ -239,8 +242,10 @@ def _dequantize(codes: torch.Tensor, scale_inv: torch.Tensor, out: torch.Tensor)
         .view(torch.float16)
     )
     out.copy_(half).mul_(2.0 ** (FP16.bias - E4M3.bias))
-    whole = out.shape[1] // BLOCK * BLOCK
-    out[:, :whole].unflatten(1, (-1, BLOCK)).mul_(scale_inv[:, : whole // BLOCK].unsqueeze(-1))
+    whole = out.shape[1] // MESSAGE_BLOCK * MESSAGE_BLOCK
+    out[:, :whole].unflatten(1, (-1, MESSAGE_BLOCK)).mul_(
+        scale_inv[:, : whole // MESSAGE_BLOCK].unsqueeze(-1)
+    )
     if whole < out.shape[1]:
         out[:, whole:].mul_(scale_inv[:, -1:])
 
@@ -251,7 +256,7 @@ def _sums(
     """Yield (first column, FP32 sum of the contributions, spare memory of the same size) of each
     chunk."""
     size, columns, numel = received.shape[0], columns_of(received), own.shape[0]
-    length = min(max(CHUNK // size // BLOCK, 8), -(-numel // BLOCK)) * BLOCK
+    length = min(max(CHUNK // size // MESSAGE_BLOCK, 8), -(-numel // MESSAGE_BLOCK)) * MESSAGE_BLOCK
     contributions, room = torch.empty(
         size + 2, length, dtype=torch.float32, device=received.device
     ).split([size, 2])

@@ -22,12 +22,12 @@ from .devices import has_fp8_casts, on_device_of
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
 from .triton_common import OPTIONS, as_bits, format_max, from_bits, is_finite, scale_inv_of
 from .triton_tiles import (
-    COLUMNS,
     COPY,
     COPY_INVERSE,
-    FINITE,
+    FINITE_FLAG,
     NUMEL,
-    RECORD,
+    RECORD_COLUMN,
+    ROW_WIDTH,
     SEED,
     grad_factor,
     hyper_of,
@@ -82,7 +82,7 @@ def gradient_kernel(table, parameters, grad_amax_ptr, KIND: tl.constexpr, ALIGNE
     amax = tl.max(tl.max(largest, axis=1), axis=0)
     tl.atomic_max(grad_amax_ptr + index, amax, sem="relaxed")
     if amax >= 0x7F800000:
-        tl.store(tl.load(row + FINITE).to(tl.pointer_type(tl.uint8)), tl.full((), 0, tl.uint8))
+        tl.store(tl.load(row + FINITE_FLAG).to(tl.pointer_type(tl.uint8)), tl.full((), 0, tl.uint8))
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def _grad_amax(row, measured, KIND: tl.constexpr):
     else:
         amax = measured
     if KIND.finite_is_told:
-        finite = tl.load(tl.load(row + FINITE).to(tl.pointer_type(tl.uint8)))
+        finite = tl.load(tl.load(row + FINITE_FLAG).to(tl.pointer_type(tl.uint8)))
         amax = tl.where(finite != 0, amax, 0.0)
     return amax
 
@@ -133,9 +133,9 @@ def bounds_kernel(table, bounds_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr)
     """Find bounds, clear the record and save the old scales. Grid: one program for each
     parameter."""
     index = tl.program_id(0).to(tl.int64)
-    row, bounds, old = table + index * COLUMNS, bounds_ptr + index * 3, old_ptr + index * 3
+    row, bounds, old = table + index * ROW_WIDTH, bounds_ptr + index * 3, old_ptr + index * 3
     hyper, v_inv = hyper_of(row), inverse_of(row, KIND, 3)
-    record = tl.load(row + RECORD).to(tl.pointer_type(tl.int32))
+    record = tl.load(row + RECORD_COLUMN).to(tl.pointer_type(tl.int32))
     known = (tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3))
     for place in tl.static_range(4):
         tl.store(record + place, 0)

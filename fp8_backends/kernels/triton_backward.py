@@ -18,10 +18,10 @@ import triton.language as tl
 from . import devices
 from .triton_common import OPTIONS, as_fp32, ceil_div, format_max, from_codes
 
-BLOCK, SMOOTH_BLOCK, WARPS = 8192, 4096, 16
+LOGITS_BLOCK, SMOOTH_BLOCK, LOGITS_WARPS = 8192, 4096, 16
 """Words read at a time, without and with label smoothing (more registers): two programs fit a
 multiprocessor."""
-ADDED, SQUARED = 4096, 8192
+ADDED_AT_ONCE, SQUARED = 4096, 8192
 """Elements a program processes at a time in the sum and in the norm: 32 for each thread."""
 ADDING_WARPS, SQUARING_WARPS = 4, 8
 NORM_PROGRAMS = 1024
@@ -63,11 +63,11 @@ def cross_entropy(
         )
         constants = {
             "IS_SMOOTH": label_smoothing != 0,
-            "BLOCK": block or (SMOOTH_BLOCK if label_smoothing else BLOCK),
+            "BLOCK": block or (SMOOTH_BLOCK if label_smoothing else LOGITS_BLOCK),
         }
         smoothing = 1.0 - label_smoothing, label_smoothing / words
         cross_entropy_kernel[(rows,)](
-            *arguments, *smoothing, **constants, num_warps=WARPS, **OPTIONS
+            *arguments, *smoothing, **constants, num_warps=LOGITS_WARPS, **OPTIONS
         )
     return losses, gradient
 
@@ -130,8 +130,8 @@ def accumulate(codes: torch.Tensor, scale_inv: torch.Tensor, addend: torch.Tenso
     """Run `backward.accumulate` on contiguous tensors."""
     total = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     with devices.on_device_of(codes):
-        accumulate_kernel[(max(ceil_div(codes.numel(), ADDED), 1),)](
-            codes.view(torch.uint8), scale_inv, addend, total, codes.numel(), BLOCK=ADDED,
+        accumulate_kernel[(max(ceil_div(codes.numel(), ADDED_AT_ONCE), 1),)](
+            codes.view(torch.uint8), scale_inv, addend, total, codes.numel(), BLOCK=ADDED_AT_ONCE,
             num_warps=ADDING_WARPS, **OPTIONS,
         )  # fmt: skip
     return total

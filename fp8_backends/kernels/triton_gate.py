@@ -19,7 +19,7 @@ VARIABLE = "FP8_BACKENDS_TRITON"
 
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 """Exact types: a subclass may stand for other memory (fake, sharded or traced tensors)."""
-PLAIN = (*_KINDS, FakeTensor)
+PLAIN_TYPES = (*_KINDS, FakeTensor)
 """Exact types of plain tensors, fake ones included."""
 
 _OLDEST = (8, 0)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..formats.formats import E4M3
 from .devices import has_fp8_casts, on_device, on_device_of
-from .layouts import BLOCK, Part, columns_of, shape_of
+from .layouts import MESSAGE_BLOCK, Part, columns_of, shape_of
 from .triton_common import (
     OPTIONS,
     as_bits,
@@ -36,12 +36,12 @@ from .triton_common import (
 
 TILE = 32
 """Blocks of a program: 4096 elements."""
-WARPS = 4
+MESSAGE_WARPS = 4
 VECTOR = 16
 """Bytes of a thread's vector access; addresses must be multiples."""
 TOGETHER = 16
 """Ranks summed before the next ones, as in PyTorch's cascade sum."""
-_BLOCK = tl.constexpr(BLOCK)
+_BLOCK = tl.constexpr(MESSAGE_BLOCK)
 _POINTER, _SCALE, _TILE, _START, _LENGTH, _END = (tl.constexpr(i) for i in range(6))
 """Fields of `Row`."""
 
@@ -60,7 +60,8 @@ def encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
     messages = torch.empty(shape_of(*rows.shape), dtype=torch.uint8, device=rows.device)
     blocks = messages.shape[1] - rows.shape[1]
     parts = [
-        Part(row, index * blocks * BLOCK) for index, row in enumerate(rows.contiguous().unbind(0))
+        Part(row, index * blocks * MESSAGE_BLOCK)
+        for index, row in enumerate(rows.contiguous().unbind(0))
     ]
     _pack(
         parts,
@@ -104,14 +105,14 @@ def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = messages.shape[1] - columns
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=messages.device)
     scale_inv = torch.empty(rows, blocks, dtype=torch.float32, device=messages.device)
-    parts = [Part(row, index * blocks * BLOCK) for index, row in enumerate(codes.unbind(0))]
+    parts = [Part(row, index * blocks * MESSAGE_BLOCK) for index, row in enumerate(codes.unbind(0))]
     _unpack(messages, parts, scale_inv, CODES=True)
     return codes.view(E4M3.dtype), scale_inv
 
 
 def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    grid = ceil_div(codes.numel(), TILE * BLOCK)
+    grid = ceil_div(codes.numel(), TILE * MESSAGE_BLOCK)
     _launch(dequantize_kernel, grid, codes.view(torch.uint8), scale_inv, values, codes.numel())
     return values
 
@@ -163,7 +164,7 @@ def _pack(
 
 def _sum(received, own, rank, out, divisor: int, factor: float, ENCODED: bool) -> None:
     numel, columns = own.shape[0], columns_of(received)
-    grid = ceil_div(numel, TILE * BLOCK)
+    grid = ceil_div(numel, TILE * MESSAGE_BLOCK)
     arguments = (
         received,
         own,
@@ -203,7 +204,9 @@ def _launch(kernel, programs: int, first: torch.Tensor, *arguments, **constants)
     if kernel in (pack_kernel, sum_kernel):
         constants["HAS_FP8_CASTS"] = has_fp8_casts(first)
     with on_device_of(first):
-        kernel[(programs,)](first, *arguments, **constants, TILE=TILE, num_warps=WARPS, **OPTIONS)
+        kernel[(programs,)](
+            first, *arguments, **constants, TILE=TILE, num_warps=MESSAGE_WARPS, **OPTIONS
+        )
 
 
 class Row(NamedTuple):
@@ -261,7 +264,10 @@ def tables(parts: Sequence[Part], tile: int, blocks: int = 0) -> Iterator[Table]
 def _rows(parts: Sequence[Part], blocks: int) -> Iterator[Row]:
     filled = 0
     for part in parts:
-        first, end = part.start // BLOCK, -(-(part.start + part.values.numel()) // BLOCK)
+        first, end = (
+            part.start // MESSAGE_BLOCK,
+            -(-(part.start + part.values.numel()) // MESSAGE_BLOCK),
+        )
         if blocks and filled < first:
             yield Row(0, 0, 0, filled, 0, first)
         if first < end:

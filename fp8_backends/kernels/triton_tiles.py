@@ -32,8 +32,10 @@ from .triton_common import (
 )
 
 # Columns of a parameter's row, as in table.py
-COPY, INVERSE, COPY_INVERSE, HYPER, FINITE = (tl.constexpr(column) for column in (4, 5, 9, 10, 11))
-NUMEL, FIRST, SEED, FIRST_CHUNK, RECORD, COLUMNS = (
+COPY, INVERSE, COPY_INVERSE, HYPER, FINITE_FLAG = (
+    tl.constexpr(column) for column in (4, 5, 9, 10, 11)
+)
+NUMEL, FIRST, SEED, FIRST_CHUNK, RECORD_COLUMN, ROW_WIDTH = (
     tl.constexpr(column) for column in (12, 13, 14, 15, 16, 17)
 )
 _GRADIENT_LIMIT = tl.constexpr(GRADIENT_LIMIT)
@@ -175,7 +177,7 @@ def mixed(x):
 def row_of(table, parameters, KIND: tl.constexpr):
     """Return row and index of the program's parameter, and the first element of its chunk."""
     index = tl.load(parameters + tl.program_id(0)).to(tl.int64)
-    row = table + index * COLUMNS
+    row = table + index * ROW_WIDTH
     return row, index, (tl.program_id(0) - tl.load(row + FIRST_CHUNK)) * KIND.chunk
 
 
@@ -218,7 +220,7 @@ def grad_factor(row, KIND: tl.constexpr):
     """Load scale_inv of the gradient, 1 for blocks; NaN if not finite, to make all of it zero."""
     factor = inverse_of(row, KIND, 1)
     if KIND.finite_is_told:
-        finite = tl.load(tl.load(row + FINITE).to(tl.pointer_type(tl.uint8)))
+        finite = tl.load(tl.load(row + FINITE_FLAG).to(tl.pointer_type(tl.uint8)))
         factor = tl.where(finite != 0, factor, float("nan"))
     return factor
 
@@ -387,7 +389,7 @@ def _coded(ratio, m_inverse, half_of_inverse):
 @triton.jit
 def keep_record(row, stored, scales, KIND: tl.constexpr):
     """Raise the record to the largest stored values of a program, from `write_tile`."""
-    record = tl.load(row + RECORD).to(tl.pointer_type(tl.int32))
+    record = tl.load(row + RECORD_COLUMN).to(tl.pointer_type(tl.int32))
     for place in tl.static_range(3):
         largest = from_bits(tl.max(tl.max(stored[place], axis=1), axis=0)) * scales[place][1]
         if place == 2 and KIND.has_roots:

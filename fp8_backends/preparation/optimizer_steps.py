@@ -129,7 +129,7 @@ class AfterStep:
                     )
                 if plain := levels.plain_weights_of(root):
                     logger.warning(
-                        "%s: %s: %s", prepared.recipe.name, listed(plain), levels.REPLACED
+                        "%s: %s: %s", prepared.recipe.name, listed(plain), levels.REPLACED_WEIGHT
                     )
                 left_out = prepared.observed.left_out
                 if new := sorted(_left_out(root, prepared) - left_out):

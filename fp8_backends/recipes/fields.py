@@ -55,13 +55,13 @@ if MYPY:  # Accelerate has no types, and a dataclass with an untyped base accept
 else:
     from accelerate.utils import KwargsHandler
 
-BF16 = "bf16"
+KEPT_IN_BF16 = "bf16"
 """The value of `layers` and `products` for high precision."""
 ONE_SCALE = (*(name for name, rule in RULES.items() if rule.blocks is None), "tensorwise")
 """Scaling rules with one scale for a tensor."""
 STEPS = "steps"
 """The key of `schedule` for the steps of the whole training."""
-BLOCKS = ("first", "last")
+END_BLOCKS = ("first", "last")
 """Keys of `layers` for the first and last numbered blocks of a model."""
 ABOVE_O0 = ("O1", "O2", "O3", "O4")
 DELAYED = ("delayed",)
@@ -116,13 +116,13 @@ def _layers(value: Any) -> dict[str, str | int]:
     model."""
 
     def choice(pattern: str, name: Any) -> str | int:
-        if pattern in BLOCKS and (not isinstance(name, str) or name.lstrip("-").isdigit()):
+        if pattern in END_BLOCKS and (not isinstance(name, str) or name.lstrip("-").isdigit()):
             return whole_number(1)(name)
         wanted = f"must have COMPUTE[:SCALING] or bf16 for {pattern!r}, not {shown(name)}"
         if not isinstance(name, str) or not name:
             raise ValueError(wanted)
-        if name.lower() == BF16:
-            return BF16
+        if name.lower() == KEPT_IN_BF16:
+            return KEPT_IN_BF16
         try:
             backend = parse_backend(name)
         except RecipeError as error:
@@ -139,12 +139,12 @@ def _products(value: Any) -> dict[str, str]:
     """Parse a precision by product."""
     products = pairs_of(value, '{"dgrad": "e5m2", "wgrad": "bf16"}')
     for kind, name in products.items():
-        if kind not in KINDS or str(name).lower() not in (BF16, "e4m3", "e5m2"):
+        if kind not in KINDS or str(name).lower() not in (KEPT_IN_BF16, "e4m3", "e5m2"):
             raise ValueError("must map fprop, dgrad or wgrad to bf16, e4m3 or e5m2")
     products = {kind: name.lower() for kind, name in products.items()}
     if products.get(FPROP) == "e5m2":
         raise ValueError("must not have fprop in e5m2: activations and weights are E4M3")
-    three_flags([products.get(kind) == BF16 for kind in KINDS])
+    three_flags([products.get(kind) == KEPT_IN_BF16 for kind in KINDS])
     return products
 
 

@@ -25,7 +25,7 @@ from ..formats.formats import E4M3, E5M2, RECIPE_FORMATS, Format
 from ..formats.scaling import STATEFUL
 from ..words import shown
 from .fields import (
-    BF16,
+    KEPT_IN_BF16,
     NAMING,
     SETTINGS,
     BackendField,
@@ -138,7 +138,7 @@ class Recipe(CommonFields):
         self.__dict__.update(self._derived())
         registry.get_compute(compute).check(self)
         for recipe in self.recipes if self.by_phase else ():
-            if BF16 not in registry.get_compute(recipe.compute).switches(recipe):
+            if KEPT_IN_BF16 not in registry.get_compute(recipe.compute).switches(recipe):
                 raise RecipeError(
                     f"schedule: layers of {recipe.name} cannot change in a run; those of native can"
                 )
@@ -149,7 +149,9 @@ class Recipe(CommonFields):
         """Return the formats of `products`, and the recipes of `layers` and `schedule` by their
         words."""
         of_layers = (
-            word for word in (self.layers or {}).values() if word != BF16 and isinstance(word, str)
+            word
+            for word in (self.layers or {}).values()
+            if word != KEPT_IN_BF16 and isinstance(word, str)
         )
         of_phases = (word for word in (self.schedule or {}).values() if isinstance(word, str))
         return {
@@ -198,7 +200,7 @@ class Recipe(CommonFields):
 
     def _in_phase(self, word: str) -> Recipe | None:
         """Return the recipe of a phase of `schedule`; None for bf16."""
-        if word == BF16:
+        if word == KEPT_IN_BF16:
             return None
         recipe = self._for_layers(word, "schedule")
         if recipe is self:
@@ -373,8 +375,8 @@ def _with_products(values: dict[str, Any]) -> dict[str, Any]:
     if they disagree."""
     flags, products = values.get("override_linear_precision"), values.get("products")
     if products is None and flags is not None and any(flags):
-        products = {kind: BF16 for kind, high in zip(KINDS, flags, strict=True) if high}
-    by_products = tuple((products or {}).get(kind) == BF16 for kind in KINDS)
+        products = {kind: KEPT_IN_BF16 for kind, high in zip(KINDS, flags, strict=True) if high}
+    by_products = tuple((products or {}).get(kind) == KEPT_IN_BF16 for kind in KINDS)
     if flags not in (None, by_products):
         raise RecipeError(
             f"products={shown(products)} and override_linear_precision={flags} disagree: leave one "

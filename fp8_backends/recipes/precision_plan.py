@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..compute.registry import compute_of
 from ..words import as_html
-from .fields import BF16
+from .fields import KEPT_IN_BF16
 from .handlers import Spec, resolve
 
 BYTES = {"FP32": 4, "FP16": 2, "FP8": 1, "INT8": 1}
@@ -84,7 +84,7 @@ def plan(spec: Spec = None) -> PrecisionPlan:
     )
     high_precision = compute_of(recipe).high_precision_products(recipe)
     by_layers = dict.fromkeys(
-        word if isinstance(word, str) else BF16 for word in (recipe.layers or {}).values()
+        word if isinstance(word, str) else KEPT_IN_BF16 for word in (recipe.layers or {}).values()
     )
     return PrecisionPlan(
         gemm="FP8"

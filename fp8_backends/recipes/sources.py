@@ -376,7 +376,7 @@ def _read_block(source: Source, block: Mapping[str, Any], prefix: str) -> None:
 # may be a backend string, or the value of `precision` or `mixed_precision`. An unsupported argument
 # is refused by name, unless its value is falsy.
 
-NAMES = {
+SYNONYMS = {
     synonym: (field, reads)
     for field in FIELDS.values()
     for synonym, reads in field.synonyms.items()
@@ -389,7 +389,7 @@ _BLOCKS_IN_BF16 = "first_last_layers_bf16"
 _NUMBERS = {"first": "num_layers_at_start_in_bf16", "last": "num_layers_at_end_in_bf16"}
 """Megatron reads them only with first_last_layers_bf16, and their default is 1."""
 
-REFUSED = {
+REFUSED_NAMES = {
     **dict.fromkeys(
         ("fp8_dpa", "fp8_dot_product_attention", "fp8_mha", "fp8_multi_head_attention"), _ATTENTION
     ),
@@ -441,7 +441,9 @@ def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
             "one out"
         )
     plugin = _plugin_fields(plain) | _blocks_in_bf16(plain)
-    theirs = {name: plain.pop(name) for name in [*plain] if name in NAMES or name in REFUSED}
+    theirs = {
+        name: plain.pop(name) for name in [*plain] if name in SYNONYMS or name in REFUSED_NAMES
+    }
     if "fp8" in theirs and _is_off(theirs["fp8"]):
         raise RecipeError(
             f"fp8={shown(theirs['fp8'])} turns FP8 off in NeMo: train in bf16, or say 'hybrid' or "
@@ -450,11 +452,11 @@ def own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     source = Source()
     for name, value in theirs.items():
         written = f"{name}={shown(value)}"
-        if name in REFUSED or value is None:
+        if name in REFUSED_NAMES or value is None:
             if not _is_off(value):
-                raise RecipeError(f"{written} cannot be honoured: {REFUSED[name]}")
+                raise RecipeError(f"{written} cannot be honoured: {REFUSED_NAMES[name]}")
             continue
-        field, reads = NAMES[name]
+        field, reads = SYNONYMS[name]
         source.read((field, Variable(name, reads=reads)), value, written)
         own = plain.get(field.name, value)
         if own is not None and not (_equal(own, value) or _equal(own, source.fields[field.name])):

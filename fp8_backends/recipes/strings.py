@@ -12,7 +12,7 @@ from ..errors import RecipeError
 from ..words import shown
 
 AUTO = "auto"
-MSAMP = ("msamp", "ms-amp")
+MSAMP_SPELLINGS = ("msamp", "ms-amp")
 _MSAMP_MEANS = ("native", "window")
 """Compute and scaling rule of a string that only names MS-AMP."""
 _PER_TENSOR = ("dynamic", "tensorwise", "current")
@@ -41,14 +41,14 @@ def parse_backend(text: Any) -> BackendName:
     level = None
     if plus:
         mode, colon, level_word = tail.partition(":")
-        if mode not in MSAMP:
+        if mode not in MSAMP_SPELLINGS:
             raise RecipeError(
                 f"{shown(text)}: only '+msamp[:LEVEL]' may follow a compute, not "
                 f"{shown('+' + tail)}"
             )
         level = level_name(level_word, shown(text)) if colon else ""
     name, colon, rest = head.partition(":")
-    if name in MSAMP:
+    if name in MSAMP_SPELLINGS:
         if plus:
             raise RecipeError(
                 f"{shown(text)}: msamp stands for native:window+msamp, so it takes no second "

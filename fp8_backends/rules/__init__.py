@@ -24,12 +24,12 @@ THEMES = {
     "Optimizers": OPTIMIZER_RULES,
     "Gradient release": RELEASE_RULES,
 }
-RULES = {rule.name: rule for rules in THEMES.values() for rule in rules}
+BY_NAME = {rule.name: rule for rules in THEMES.values() for rule in rules}
 
 __all__ = ["TENSOR_PARALLEL_RULES", "Compiled", "Machine", "Parallel", "Rule", "Setup", "Severity"]
 
 
-def refuse(setup: Setup, rules: Iterable[Rule] = tuple(RULES.values())) -> None:
+def refuse(setup: Setup, rules: Iterable[Rule] = tuple(BY_NAME.values())) -> None:
     """Raise `RecipeError` for the first applying rule that is not only reported."""
     for rule, each in applying(setup, rules):
         if rule.is_raised(each):
@@ -37,7 +37,7 @@ def refuse(setup: Setup, rules: Iterable[Rule] = tuple(RULES.values())) -> None:
 
 
 def applying(
-    setup: Setup, rules: Iterable[Rule] = tuple(RULES.values())
+    setup: Setup, rules: Iterable[Rule] = tuple(BY_NAME.values())
 ) -> Iterator[tuple[Rule, Setup]]:
     """Yield each rule that applies, with the setup, or the same with another recipe of `layers`."""
     others = [
@@ -51,5 +51,5 @@ def applying(
 
 def refusal(name: str, setup: Setup) -> RecipeError:
     """Return the error of a rule: its reason with the detail of this setup, and the fix."""
-    rule = RULES[name]
+    rule = BY_NAME[name]
     return RecipeError(f"{setup.recipe.name}: {rule.reason_in(setup)}. Fix: {rule.fix}")

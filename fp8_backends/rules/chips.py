@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..compute.chips import EMULATED, NOTES, REFUSED, ROWWISE_CPU_TORCH, described, release
+from ..compute.chips import NOTES, REFUSED, ROWWISE_CPU_TORCH, RUNS_EMULATED, described, release
 from .setup import Setup, error, warning
 
 TORCH = (2, 11), (2, 15)
@@ -23,7 +23,7 @@ def _untried_torch(setup: Setup) -> str:
 
 
 def _emulated_or_refused(setup: Setup) -> str:
-    names: dict[str, list[str]] = {EMULATED: [], REFUSED: []}
+    names: dict[str, list[str]] = {RUNS_EMULATED: [], REFUSED: []}
     for row in described(setup.machine.chip, setup.machine.cuda)["products"]:
         names.get(row["state"], []).extend(row["backends"])
     return "; ".join(
@@ -57,7 +57,9 @@ CHIP_RULES = (
     warning(
         "emulated_here",
         lambda s: (
-            s.machine.chip.fp8 and s.state == EMULATED and (str(NOTES.get(s.cell.note, "")) or True)
+            s.machine.chip.fp8
+            and s.state == RUNS_EMULATED
+            and (str(NOTES.get(s.cell.note, "")) or True)
         ),
         "this chip has other FP8 products than this recipe's: they are emulated, slower than bf16",
         "use a recipe with FP8 in the list of `fp8-backends doctor` for this chip",

@@ -134,7 +134,9 @@ MODEL_RULES = (
     ),
     error("fp8_params_trains", lambda s: s.recipe.fp8_params and s.linear_trains, *TRAINS),
     error(
-        "fp8_checkpoint_trains", lambda s: listed(s.codes_that_train, 3), *quantized_layers.TRAINS
+        "fp8_checkpoint_trains",
+        lambda s: listed(s.codes_that_train, 3),
+        *quantized_layers.CODES_NEVER_TRAIN,
     ),
     warning(
         "quantized_base",

@@ -88,7 +88,7 @@ def validate(
         quantized_base: bitsandbytes stores layers in 4 or 8 bits.
         accumulation_steps: backward passes for each optimizer step.
         max_grad_norm: norm for gradient clipping; 0: no clipping.
-        chip: a name in `chips.PRODUCTS` such as "h100" or "hopper": judge for a machine with this
+        chip: a name in `chips.CARDS` such as "h100" or "hopper": judge for a machine with this
             chip and new libraries; default: this machine with its libraries.
 
     Raises:

@@ -25,7 +25,7 @@ from ..words import counted
 from .levels import write_weight_shards
 from .sharding import agree, shard_of
 
-MASTER, STEP = "master_weight", "step"
+MASTER_KEY, STEP = "master_weight", "step"
 
 
 # State dicts
@@ -42,7 +42,7 @@ def export_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
         if isinstance(local, ScaledTensor) and (
             local.master is not None or p.dtype != torch.float32
         ):
-            state[MASTER] = p.detach()
+            state[MASTER_KEY] = p.detach()
         state_dict["state"][key] = {
             name: _exported(value, optimizer) for name, value in state.items()
         }
@@ -78,7 +78,7 @@ def load_states(
         names = (
             *optimizer.fp8_declared.roles,
             *optimizer.fp8_declared.exact_states(parameters[key].shape),
-            MASTER,
+            MASTER_KEY,
         )
         heavy[key] = {name: state[name] for name in names if name in state}
         # a copy: PyTorch would keep the step counter itself, shared by two optimizers
@@ -100,12 +100,12 @@ def _load_heavy(
 ) -> None:
     if optimizer.owns(p):
         store_states(optimizer, p, saved)
-    if MASTER in saved and isinstance(local_part(p), ScaledTensor):
+    if MASTER_KEY in saved and isinstance(local_part(p), ScaledTensor):
         if is_distributed(p):
             place = local_part(p).device
-            write_weight_shards(p, _placed_as(p, saved[MASTER], torch.float32, place))
+            write_weight_shards(p, _placed_as(p, saved[MASTER_KEY], torch.float32, place))
         else:
-            p.copy_(_whole(saved[MASTER]))
+            p.copy_(_whole(saved[MASTER_KEY]))
     if not optimizer.owns(p):
         optimizer.state.pop(p, None)
 
@@ -453,8 +453,8 @@ def _check_state(
         raise FP8BackendError(f"{where} has no {' and no '.join(missing)}. {_OF_ANOTHER}")
     if STEP in state:
         _check_number(state[STEP], formats.COUNT, f"{STEP} of {where}")
-    if MASTER in state and isinstance(local_part(p), ScaledTensor):
-        tensors[MASTER] = (p.shape, formats.FINITE)
+    if MASTER_KEY in state and isinstance(local_part(p), ScaledTensor):
+        tensors[MASTER_KEY] = (p.shape, formats.FINITE)
     for name, (shape, allowed) in tensors.items():
         _check_tensor(p, state[name], shape, allowed, f"{name} of {where}")
 

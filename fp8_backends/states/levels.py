@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import float8_e4m3fn, float16, float32, nn
 
 from ..errors import FP8BackendError
 from ..formats.formats import ROOT8
@@ -30,15 +30,13 @@ from ..tensors.scaled_tensor import (
 from ..tensors.sharded_tensor import is_distributed, local_part, placed_as, shard_groups, with_local
 from ..torch_tools.modules import owner_of, weight_name
 
-FP32, FP16, E4M3 = torch.float32, torch.float16, torch.float8_e4m3fn
-
-WEIGHT = {"O1": FP16, "O2": FP16, "O3": E4M3, "O4": E4M3}
+STORED_WEIGHTS = {"O1": float16, "O2": float16, "O3": float8_e4m3fn, "O4": float8_e4m3fn}
 """dtype of a weight's data, as products read them."""
 
-BLOCK = 128
+STATE_BLOCK = 128
 """Elements of a state with one scale, at O4."""
 
-REPLACED = (
+REPLACED_WEIGHT = (
     "replaced after the model was prepared, and plain: "
     "prepare model and optimizer again to store it at the level"
 )
@@ -56,10 +54,10 @@ class StateFormat(NamedTuple):
 
 
 STATE_FORMATS = {
-    "O1": (StateFormat(FP32), StateFormat(FP32)),
-    "O2": (StateFormat(E4M3), StateFormat(FP16)),
-    "O3": (StateFormat(E4M3), StateFormat(FP16)),
-    "O4": (StateFormat(E4M3, BLOCK), StateFormat(ROOT8.dtype, BLOCK)),
+    "O1": (StateFormat(float32), StateFormat(float32)),
+    "O2": (StateFormat(float8_e4m3fn), StateFormat(float16)),
+    "O3": (StateFormat(float8_e4m3fn), StateFormat(float16)),
+    "O4": (StateFormat(float8_e4m3fn, STATE_BLOCK), StateFormat(ROOT8.dtype, STATE_BLOCK)),
 }
 """The formats of first and of second moments."""
 
@@ -79,7 +77,7 @@ class StateRule(NamedTuple):
     def direction(self) -> StateFormat:
         """Averages of gradients before they are made orthogonal. Two bytes: FP8's noise would count
         as a direction."""
-        return self.first_moment if self.first_moment.dtype == FP32 else StateFormat(FP16)
+        return self.first_moment if self.first_moment.dtype == float32 else StateFormat(float16)
 
 
 ROLES = ("first_moment", "second_moment", "direction")
@@ -93,7 +91,7 @@ def state_rule(recipe: Recipe) -> StateRule:
 def scale_bytes_per_element(recipe: Recipe) -> float:
     """Return the bytes of block scales of optimizer states for each element of a weight."""
     blocks = [fmt.block_size for fmt in STATE_FORMATS.get(recipe.level, ()) if fmt.block_size]
-    return float(sum(FP32.itemsize / block for block in blocks))
+    return float(sum(float32.itemsize / block for block in blocks))
 
 
 # Weights
@@ -147,7 +145,7 @@ def _hold(weight: torch.Tensor, shards: torch.Tensor) -> None:
 
 def _is_stored(weight: torch.Tensor, level: str) -> bool:
     weight = local_part(weight)
-    return isinstance(weight, ScaledTensor) and weight.codes.dtype == WEIGHT[level]
+    return isinstance(weight, ScaledTensor) and weight.codes.dtype == STORED_WEIGHTS[level]
 
 
 def quantize_weight(values: torch.Tensor, level: str, trains: bool = True) -> torch.Tensor:
@@ -161,12 +159,12 @@ def quantize_weight(values: torch.Tensor, level: str, trains: bool = True) -> to
     if level == "O4":
         weight = quantize_pair(values, values.dtype)
     elif level == "O3":
-        master = quantize(values, FP16, values.dtype)
+        master = quantize(values, float16, values.dtype)
         # as after every optimizer step
-        weight = quantize(dequantize_shards(master, FP32), E4M3, master.dtype)
+        weight = quantize(dequantize_shards(master, float32), float8_e4m3fn, master.dtype)
         local_part(weight).rest = local_part(master)
     else:
-        weight = quantize(values, WEIGHT[level], values.dtype)
+        weight = quantize(values, STORED_WEIGHTS[level], values.dtype)
     if is_distributed(values):
         for part in (local_part(weight), local_part(weight).master):
             if part is not None:
@@ -267,7 +265,7 @@ def cast_gradient(weight: torch.Tensor) -> None:
         ):
             gradient = placed_as(weight, gradient)
             # a shard of a gradient has its own scale: each rank steps only its own rows
-            quantized = quantize(local_part(gradient), E4M3, gradient.dtype)
+            quantized = quantize(local_part(gradient), float8_e4m3fn, gradient.dtype)
             quantized.kind = Kind.GRADIENT
             weight.grad = with_local(gradient, quantized)
 

@@ -33,7 +33,7 @@ from .adamw import ScaledMoments
 from .link import Link, link_to
 from .scaled_states import LocalView, ScaledStates
 
-BUFFERS = 4
+MOST_BUFFERS = 4
 """Gradients in the host's memory at once."""
 _ALIGNED = 64
 """Bytes: places of tensors in a buffer are multiples of it."""
@@ -74,7 +74,7 @@ class Offload:
         """By the `id` of a parameter."""
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         """Buffers of gradients; at first they are empty."""
-        for _ in range(BUFFERS):
+        for _ in range(MOST_BUFFERS):
             self._free.put(link.empty((0,), torch.uint8))
         self._waits_for_end = False
 
@@ -176,7 +176,7 @@ class Offload:
 
     def check_memory(self, optimizer: ScaledStates, weights: Sequence[ScaledTensor]) -> None:
         """Raise `FP8BackendError` if the host has no memory for twins, moments and gradients."""
-        needed = BUFFERS * max((p.numel() for p in weights), default=0)
+        needed = MOST_BUFFERS * max((p.numel() for p in weights), default=0)
         for p in weights:
             moments = [optimizer.moment_format(p, name) for name in optimizer.fp8_declared.roles]
             for dtype, block_size in moments:

@@ -1,7 +1,7 @@
 """SGD, Muon and Adafactor over scaled weights, gradients and states: steps of a stock class on
 plain FP32 tensors.
 
-A twin of the stock optimizer steps FP32 copies, at most `PART` elements at a time or one parameter
+A twin of the stock optimizer steps FP32 copies, at most `STEPPED_AT_ONCE` elements at a time or one parameter
 if its step needs all of it, and the results are rounded to their storage, with scales from their
 amaxes. Under FSDP2 such a parameter is gathered, and each rank keeps its rows. Plain FP32
 parameters with FP32 states are stepped in place.
@@ -45,12 +45,12 @@ from . import sharding
 from .scaled_states import Declaration, LocalView, ScaledStates
 from .sharding import slot_of
 
-PART = 2**22
+STEPPED_AT_ONCE = 2**22
 """Elements copied to FP32 at a time; a multiple of every block size."""
 
-WEIGHT = "weight"
+WEIGHT_ROLE = "weight"
 _BITS = {
-    WEIGHT: WEIGHT_BITS,
+    WEIGHT_ROLE: WEIGHT_BITS,
     "first_moment": EXP_AVG_BITS,
     "second_moment": EXP_AVG_SQ_BITS,
     "direction": EXP_AVG_SQ_BITS,
@@ -246,12 +246,12 @@ def _keep(state: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _batches(views: Sequence[LocalView]) -> Iterator[list[LocalView]]:
-    """Yield parameters of one group, in order, with at most `PART` elements together, or a single
+    """Yield parameters of one group, in order, with at most `STEPPED_AT_ONCE` elements together, or a single
     larger one."""
     batch, size = [], 0
     for view in views:
         numel = view.parameter.numel()  # of the whole: all ranks make the same batches
-        if batch and (size + numel > PART or view.group is not batch[0].group):
+        if batch and (size + numel > STEPPED_AT_ONCE or view.group is not batch[0].group):
             yield batch
             batch, size = [], 0
         batch.append(view)
@@ -265,14 +265,14 @@ _Values = dict[str, torch.Tensor]
 
 
 class _Batch:
-    """Step parameters of a group in the three parts of `AdamSteps`. One of more than `PART`
+    """Step parameters of a group in the three parts of `AdamSteps`. One of more than `STEPPED_AT_ONCE`
     elements runs twice."""
 
     def __init__(self, optimizer: StockSteps, views: Sequence[LocalView]) -> None:
         self._optimizer, self._group = optimizer, views[0].group
         self._steps = [_Step(optimizer, view) for view in views]
         longest = max(1, *(step.numel for step in self._steps))
-        size = PART if optimizer.fp8_declared.elementwise else longest
+        size = STEPPED_AT_ONCE if optimizer.fp8_declared.elementwise else longest
         self._spans = [slice(start, start + size) for start in range(0, longest, size)]
         self._kept: list[_Values] | None = None
 
@@ -334,12 +334,13 @@ class _Step:
 
     def __init__(self, optimizer: StockSteps, view: LocalView) -> None:
         self.view, self.state = view, view.state
-        self.roles = {WEIGHT: WEIGHT, **optimizer.roles_of(view.group)}
+        self.roles = {WEIGHT_ROLE: WEIGHT_ROLE, **optimizer.roles_of(view.group)}
         weight = view.weight if isinstance(view.weight, ScaledTensor) else view.weight.contiguous()
         self.slots = {
-            name: slot_of(weight if name == WEIGHT else self.state[name]) for name in self.roles
+            name: slot_of(weight if name == WEIGHT_ROLE else self.state[name])
+            for name in self.roles
         }
-        self.numel = self.slots[WEIGHT].data.numel()
+        self.numel = self.slots[WEIGHT_ROLE].data.numel()
         self.gradient = slot_of(view.gradient)
         self.finite = is_finite(self.gradient) if view.finite is None else view.finite
         self.shape = (-1,) if optimizer.fp8_declared.elementwise else weight.shape
@@ -354,12 +355,16 @@ class _Step:
             state[name] = (
                 _read(self.slots[name], span).view(self.shape) if declared else copy.deepcopy(value)
             )
-        return _read(self.slots[WEIGHT], span).view(self.shape), gradient.view(self.shape), state
+        return (
+            _read(self.slots[WEIGHT_ROLE], span).view(self.shape),
+            gradient.view(self.shape),
+            state,
+        )
 
     def after(self, weight: torch.Tensor, new: dict[str, Any]) -> _Values:
         """Split the stock class's results of a part into rounded values and others."""
         self.unrounded = {name: value for name, value in new.items() if name not in self.roles}
-        values = {name: weight if name == WEIGHT else new.get(name) for name in self.roles}
+        values = {name: weight if name == WEIGHT_ROLE else new.get(name) for name in self.roles}
         return {
             name: (torch.zeros_like(weight) if v is None else v).reshape(-1)
             for name, v in values.items()
@@ -374,7 +379,7 @@ class _Step:
 
     def write(self, span: slice, values: _Values, amaxes: Sequence[torch.Tensor | None]) -> None:
         """Store a part, rounded with scales from the amaxes of all parts."""
-        weight, random = values[WEIGHT], None
+        weight, random = values[WEIGHT_ROLE], None
         if self.rounding == "stochastic":
             step = (self.state["step"] + 1).to(weight.device, torch.float32)
             random = random_bits(
@@ -388,7 +393,7 @@ class _Step:
         copy."""
         for slot, amax in zip(self.slots.values(), amaxes, strict=True):
             _write_scale(slot, amax)
-        weight, view = self.slots[WEIGHT], self.view
+        weight, view = self.slots[WEIGHT_ROLE], self.view
         if not isinstance(view.weight, ScaledTensor) and not view.weight.is_contiguous():
             view.weight.copy_(weight.data)
         _keep(self.state, self.unrounded)
@@ -397,7 +402,7 @@ class _Step:
     def write_copy(self, spans: Sequence[slice], amax: torch.Tensor) -> None:
         target = slot_of(self.view.copy)
         for span in spans:
-            _write(target, span, _read(self.slots[WEIGHT], span), amax, WEIGHT, None)
+            _write(target, span, _read(self.slots[WEIGHT_ROLE], span), amax, WEIGHT_ROLE, None)
         _write_scale(target, amax)
 
 

@@ -29,8 +29,8 @@ from .scaled_tensor import WithoutMemory
 from .state_dict_copies import StateDictCopies
 
 aten = torch.ops.aten
-PARTS = ("codes", "scale_inv", "tensor_scale")
-_STORED = (*PARTS, "code_layout", "state_dict_copies")
+CODE_PARTS = ("codes", "scale_inv", "tensor_scale")
+_STORED = (*CODE_PARTS, "code_layout", "state_dict_copies")
 REFUSAL = (
     "would change the frozen codes of a checkpoint in place: fp8_backends.restore(model) makes "
     "weights plain, to merge adapters or to train them, and `weight + 0` is a plain copy"
@@ -213,7 +213,7 @@ class BlockCodes(Frozen):
         layout: CodeLayout = SQUARE_CODES,
         place: Sequence[int] = (),
     ) -> None:
-        self.__dict__.update(zip(PARTS, parts, strict=False))
+        self.__dict__.update(zip(CODE_PARTS, parts, strict=False))
         self.code_layout, self.state_dict_copies = layout, StateDictCopies()
         self.place = place
 
@@ -258,15 +258,15 @@ class BlockCodes(Frozen):
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         """Codes, scales, and the tensor's scale if there is one."""
-        return tuple(self.__dict__[name] for name in PARTS[: len(self.code_layout.parts)])
+        return tuple(self.__dict__[name] for name in CODE_PARTS[: len(self.code_layout.parts)])
 
     def __tensor_flatten__(self):
-        return PARTS[: len(self.parts)], (self.dtype, self.code_layout.name, *self.place)
+        return CODE_PARTS[: len(self.parts)], (self.dtype, self.code_layout.name, *self.place)
 
     @classmethod
     def __tensor_unflatten__(cls, inner_tensors, context, outer_size, outer_stride):
         dtype, layout, *place = context
-        parts = [inner_tensors[name] for name in PARTS if name in inner_tensors]
+        parts = [inner_tensors[name] for name in CODE_PARTS if name in inner_tensors]
         return cls(parts, dtype, LAYOUTS[layout], place)
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ..errors import FP8BackendError
 from ..formats.scaling import SQUARES, Quantized
-from .block_codes import PARTS, SQUARE_CODES, BlockCodes, FrozenView
+from .block_codes import CODE_PARTS, SQUARE_CODES, BlockCodes, FrozenView
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ class CodeShard(BlockCodes):
         parts = *gathered, *metadata[len(gathered) :]
         if out is None:
             return BlockCodes(parts, param_dtype, self.code_layout), ()
-        out.__dict__.update(zip(PARTS, parts, strict=False))
+        out.__dict__.update(zip(CODE_PARTS, parts, strict=False))
         return None
 
 

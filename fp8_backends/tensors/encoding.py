@@ -14,7 +14,7 @@ from ..kernels import quantize as quantization
 from ..kernels import rounding
 from ..kernels.triton_gate import is_eager
 
-PART = 2**15
+ENCODED_AT_ONCE = 2**15
 """Elements of one part of a pair on a CPU."""
 
 
@@ -136,5 +136,6 @@ def _parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     flat = [tensor.view(-1) for tensor in tensors]
     in_parts = flat[0].device.type == "cpu" and is_eager(flat[0])
     return zip(
-        *(tensor.split(PART if in_parts else max(len(tensor), 1)) for tensor in flat), strict=True
+        *(tensor.split(ENCODED_AT_ONCE if in_parts else max(len(tensor), 1)) for tensor in flat),
+        strict=True,
     )

@@ -14,7 +14,7 @@ from ..formats.scaling import Quantized
 aten = torch.ops.aten
 FPROP, DGRAD = "fprop", "dgrad"
 _CODES = tuple(f"{product}_{part}" for product in (FPROP, DGRAD) for part in Quantized._fields)
-AMAX = "weight_amax"
+WEIGHT_AMAX = "weight_amax"
 
 
 def _part(name: str) -> property:
@@ -37,7 +37,7 @@ class GatheredCodes(torch.Tensor):
 
     fprop_codes, fprop_scale_inv = _part(_CODES[0]), _part(_CODES[1])
     dgrad_codes, dgrad_scale_inv = _part(_CODES[2]), _part(_CODES[3])
-    weight_amax = _part(AMAX)
+    weight_amax = _part(WEIGHT_AMAX)
 
     @staticmethod
     def __new__(cls, parts: dict[str, torch.Tensor], dtype: torch.dtype):

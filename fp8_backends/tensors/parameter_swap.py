@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ..errors import FP8BackendError
-from .scaled_tensor import STORED, ScaledTensor
+from .scaled_tensor import OBJECT_ATTRIBUTES, ScaledTensor
 
-_STORAGE = {*STORED, "_is_param"}
+_STORAGE = {*OBJECT_ATTRIBUTES, "_is_param"}
 """Attributes of a Parameter's tensor; the last is `nn.Parameter`'s own."""
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from torch import float32
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..errors import FP8BackendError
@@ -29,7 +30,6 @@ from .scaled_tensor import (
 )
 
 aten = torch.ops.aten
-FP32 = torch.float32
 
 UNWRITABLE = (Partial.PART, Partial.FRESH)
 """Tensors that cannot take another scale."""
@@ -56,13 +56,13 @@ def _any_other(func, args, kwargs):
         return _in_place(func, args, kwargs, written)
     if returns_view(func) and isinstance(args[0], ScaledTensor):
         return _view(func, *args, **kwargs)
-    read = _read_by_products if func in PRODUCTS else _values
+    read = _read_by_products if func in PRODUCT_OPERATIONS else _values
     return func(*tree_map(read, args), **tree_map(read, kwargs))
 
 
 ScaledTensor.on_values = staticmethod(_any_other)
 
-PRODUCTS = {
+PRODUCT_OPERATIONS = {
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
@@ -231,7 +231,7 @@ def _in_place(func, args, kwargs, written: list[ScaledTensor]):
     def place(tensor: ScaledTensor) -> torch.Tensor | None:
         return tensor.in_whole(edited[tensor.stored]) if tensor.stored in edited else None
 
-    narrow = {tensor.dtype for tensor in written} - {FP32}
+    narrow = {tensor.dtype for tensor in written} - {float32}
     result, work = _on_stand_ins(func, args, kwargs, place, narrow)
     for values, tensor in work:
         if values.shape != tensor.shape:  # `out=` resizes
@@ -258,7 +258,7 @@ def _on_stand_ins(
 
     def operand(value: Any) -> Any:
         if isinstance(value, torch.dtype):
-            return FP32 if value in narrow else value
+            return float32 if value in narrow else value
         if not isinstance(value, torch.Tensor):
             return value
         if isinstance(value, ScaledTensor):
@@ -267,7 +267,7 @@ def _on_stand_ins(
                 work.append((plain, value))
                 return plain
             value = value.values()
-        return value.to(FP32) if value.dtype in narrow else value
+        return value.to(float32) if value.dtype in narrow else value
 
     def owner(value: Any) -> Any:
         return next((tensor for plain, tensor in work if plain is value), value)
@@ -294,8 +294,8 @@ def _editable(tensor: ScaledTensor, func) -> torch.Tensor:
     `FP8BackendError` if they are not all on this rank."""
     _require_all(tensor, func)
     codes = tensor.stored.codes
-    whole = torch.empty_strided(codes.shape, codes.stride(), dtype=FP32, device=codes.device)
-    return whole.copy_(tensor.view_of(codes).exact(FP32))
+    whole = torch.empty_strided(codes.shape, codes.stride(), dtype=float32, device=codes.device)
+    return whole.copy_(tensor.view_of(codes).exact(float32))
 
 
 def _require_all(tensor: ScaledTensor, func) -> None:
@@ -311,7 +311,7 @@ def _require_all(tensor: ScaledTensor, func) -> None:
         stored.kind = Kind.GRADIENT
         stored.partial = Partial.WHOLE
         stored.rest = None
-        _keep(tensor, torch.zeros_like(stored.codes, dtype=FP32))
+        _keep(tensor, torch.zeros_like(stored.codes, dtype=float32))
     if stored.partial is Partial.PART:
         raise FP8BackendError(
             f"{func} would change a ScaledTensor of shape {tuple(tensor.shape)} in place, but "
@@ -326,7 +326,7 @@ def _keep(tensor: ScaledTensor, whole: torch.Tensor) -> None:
     stored = tensor.stored
     if stored.kind is Kind.GRADIENT:
         stored.codes = whole
-        stored.scale_inv = torch.ones((), dtype=FP32, device=whole.device)
+        stored.scale_inv = torch.ones((), dtype=float32, device=whole.device)
         stored.block_size = 0
     else:
         stored.edited = whole
@@ -384,24 +384,24 @@ def _replace(target: ScaledTensor, source: torch.Tensor, non_blocking: bool = Fa
     """Store all values of `source`, of the shape of the whole `target`: first in the master, then
     from there in the codes. Copy bits if both are stored in the same form."""
     if isinstance(source, ScaledTensor) and (source.edited is not None or source._view is not None):
-        source = source.values(FP32)
+        source = source.values(float32)
     is_scaled = isinstance(source, ScaledTensor)
     if target.master is not None:
         if is_scaled and source.stored.rest is not None:
-            source = source.exact(FP32) if source.master is None else source.master
+            source = source.exact(float32) if source.master is None else source.master
         _replace(target.master, source, non_blocking)
         source = target.master
         is_scaled = True
     elif target.residual is not None and is_scaled and source.residual is None:
-        source = source.exact(FP32)
+        source = source.exact(float32)
         is_scaled = False
     elif target.elsewhere is not None and not (is_scaled and source.elsewhere is not None):
         source = _as_owner_rounds(source, target.elsewhere.storage)
         is_scaled = isinstance(source, ScaledTensor)
     form = (source.codes.dtype, source.block_size) if is_scaled else None
     if form != (target.codes.dtype, target.block_size):
-        values = source.values(FP32) if is_scaled else source
-        source = quantize_like(values.to(target.device, FP32).contiguous(), target)
+        values = source.values(float32) if is_scaled else source
+        source = quantize_like(values.to(target.device, float32).contiguous(), target)
     target.take(source, non_blocking)
     target.stored.count_write()
     if target.partial is Partial.SHARD:
@@ -414,13 +414,13 @@ def _as_owner_rounds(source: torch.Tensor, storage: torch.dtype) -> torch.Tensor
     is_scaled = isinstance(source, ScaledTensor)
     if storage == torch.int8 and is_scaled and source.residual is not None:
         return source
-    rounded = quantize(source.exact(FP32) if is_scaled else source.float(), storage)
-    return rounded if storage == torch.int8 else rounded.dequantize(FP32)
+    rounded = quantize(source.exact(float32) if is_scaled else source.float(), storage)
+    return rounded if storage == torch.int8 else rounded.dequantize(float32)
 
 
 @_implements(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(func, tensor, *args):
-    return tensor.copy_(func(torch.empty(tensor.shape, dtype=FP32, device=tensor.device), *args))
+    return tensor.copy_(func(torch.empty(tensor.shape, dtype=float32, device=tensor.device), *args))
 
 
 @_implements(aten.set_.source_Tensor)
@@ -461,8 +461,8 @@ def _accumulate_(func, total, other, *, alpha=1):
     if stored.codes.dtype == E4M3.dtype and whole and not stored.block_size:
         _keep(total, gradients.accumulate(stored.codes, stored.scale_inv, addend))
         return total
-    if stored.codes.dtype != FP32:
-        _keep(total, total.dequantize(FP32))
+    if stored.codes.dtype != float32:
+        _keep(total, total.dequantize(float32))
     stored.codes.add_(addend / stored.scale_inv if isinstance(addend, torch.Tensor) else addend)
     return total
 
@@ -543,8 +543,8 @@ def _factor(other, device: torch.device) -> torch.Tensor:
     """Return a scalar as an FP32 tensor on the device: dividing by a number would round its
     reciprocal."""
     if isinstance(other, torch.Tensor) and (other.device == device or other.device.type != "cpu"):
-        return other.to(device=device, dtype=FP32)
-    return torch.full((), float(other), dtype=FP32, device=device)
+        return other.to(device=device, dtype=float32)
+    return torch.full((), float(other), dtype=float32, device=device)
 
 
 def _scaled_and_plain(tensors) -> tuple[list[ScaledTensor], list[torch.Tensor]]:

@@ -34,7 +34,7 @@ from .encoding import amax_of, decode, decode_pair, encode, encode_pair, encode_
 from .sharded_tensor import agreed_over, is_distributed, local_part, shard_groups, with_local
 from .state_dict_copies import StateDictCopies
 
-STORED = ("stored", "_view")
+OBJECT_ATTRIBUTES = ("stored", "_view")
 """Attributes of a ScaledTensor object."""
 
 
@@ -548,7 +548,9 @@ class ScaledTensor(WithoutMemory):
         return f"ScaledTensor({list(self.shape)} {self.dtype}, stored as {stored}, {scales}{owned}{trains})"
 
     def __reduce_ex__(self, protocol):
-        others = {name: value for name, value in self.__dict__.items() if name not in STORED}
+        others = {
+            name: value for name, value in self.__dict__.items() if name not in OBJECT_ATTRIBUTES
+        }
         more = {"rest": self.stored.rest if self.rest is None else self.rest, "edited": self.edited}
         others |= {name: value for name, value in more.items() if value is not None}
         if self.shared_out:
@@ -642,7 +644,9 @@ def _may_have(tensor: ScaledTensor, name: str, value: Any) -> bool:
     if name == "edited":
         fits = isinstance(value, torch.Tensor) and value.dtype == torch.float32
         return fits and value.shape == tensor.shape
-    return isinstance(name, str) and name not in STORED and not hasattr(ScaledTensor, name)
+    return (
+        isinstance(name, str) and name not in OBJECT_ATTRIBUTES and not hasattr(ScaledTensor, name)
+    )
 
 
 def _completes(tensor: ScaledTensor, rest: Any) -> bool:

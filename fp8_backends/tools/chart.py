@@ -22,7 +22,7 @@ from ..recipes.precision_plan import plan
 from ..states.gradient_release import release_gradients
 from .terminal import paragraphs, table
 
-ROWS = (
+CHARTED = (
     *(
         "native:dynamic",
         "native:delayed",
@@ -100,7 +100,7 @@ def _model() -> ModelAndOptimizer:
 
 
 def measure(
-    backends: Sequence[str] = ROWS, make: Callable[[], ModelAndOptimizer] = _model
+    backends: Sequence[str] = CHARTED, make: Callable[[], ModelAndOptimizer] = _model
 ) -> list[Level]:
     """Measure AMP on a stock model, then each backend on models of `make`."""
     level_before = logger.level

@@ -44,7 +44,7 @@ def completion_script(commands: Mapping[str, tuple[str, str]], shell: str) -> st
             module.add_arguments(of_command)
         for action in of_command._actions:
             if action.dest in ("backend", "backends", "fp8_backend", "chip"):
-                names = chips.PRODUCTS if action.dest == "chip" else backend_strings()
+                names = chips.CARDS if action.dest == "chip" else backend_strings()
                 action.choices = [name.replace(":", colon) for name in names]
             elif action.dest in _FILES:
                 action.complete = shtab.FILE

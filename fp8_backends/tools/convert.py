@@ -28,12 +28,12 @@ from .terminal import Progress, wrapped
 
 TARGETS = {
     "bf16": None,
-    "fp8": exporting.FORMATS["finegrained_fp8"],
-    "compressed-tensors": exporting.FORMATS["compressed-tensors"],
+    "fp8": exporting.CHECKPOINT_FORMATS["finegrained_fp8"],
+    "compressed-tensors": exporting.CHECKPOINT_FORMATS["compressed-tensors"],
 }
-RECORD = "fp8_conversion.json"
+PROGRESS = "fp8_conversion.json"
 """Written first: the target, and size and time of each file of IN, as `make` compares them."""
-CODES = (
+CODE_LAYOUTS = (
     ("weight_packed", "weight_scale", "weight_global_scale"),  # compressed-tensors' NVFP4
     ("weight_packed", "weight_scale"),  # its MXFP4
     ("weight", "weight_scale", "weight_scale_2"),  # ModelOpt's NVFP4
@@ -43,10 +43,10 @@ CODES = (
     ("_weight_qdata", "_weight_scale"),  # torchao's Float8Tensor
 )
 """Names of the codes and scales of a weight."""
-ROWS_AT_ONCE = 1024
-PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+CONVERTED_AT_ONCE = 1024
+COPIED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 NOT_COPIED = shutil.ignore_patterns(
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", ".*", RECORD),
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", ".*", PROGRESS),
     *("config.json", "*.index.json", "hf_quant_config.json"),
 )
 
@@ -116,9 +116,11 @@ class Conversion:
         """Remove codes and scales from a module's tensors, and return them; None without codes."""
         for part in WITHOUT_PLACE:
             parts.pop(part, None)
-        names = next((names for names in CODES if parts.keys() >= {*names}), ())
+        names = next((names for names in CODE_LAYOUTS if parts.keys() >= {*names}), ())
         own = {name: parts.pop(name) for name in names}
-        unknown = [name for name, t in parts.items() if t.dim() > 1 and t.dtype not in PLAIN]
+        unknown = [
+            name for name, t in parts.items() if t.dim() > 1 and t.dtype not in COPIED_DTYPES
+        ]
         if not own and not unknown:
             return None
         layout = layout_of(own)
@@ -151,7 +153,7 @@ class Conversion:
         if grid and self.format.unfit(codes.shape, grid, is_tensorwise):
             grid = None
         pieces = []
-        for slab in _slabs(codes, len(codes) if grid == exporting.TENSOR else ROWS_AT_ONCE):
+        for slab in _slabs(codes, len(codes) if grid == exporting.TENSOR else CONVERTED_AT_ONCE):
             quantized = _in_fp8(slab)
             if grid is None:
                 piece = {"weight": slab.exact()}
@@ -189,7 +191,7 @@ class Conversion:
         """Refuse a folder of another conversion."""
         times = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in self.files}
         record = json.dumps([to, times])
-        path = target / RECORD
+        path = target / PROGRESS
         is_ours = path.exists() and path.read_text() == record
         is_taken = target.exists() and any(target.iterdir()) and not is_ours
         if is_taken or target.is_relative_to(self.source.resolve()):

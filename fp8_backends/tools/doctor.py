@@ -23,9 +23,9 @@ from ..words import share
 from . import self_test
 from .terminal import paragraphs, table
 
-LIBRARIES = ("deepspeed", "peft", "trl", "triton")
+MORE_LIBRARIES = ("deepspeed", "peft", "trl", "triton")
 """Optional libraries to list besides `hardware.LIBRARIES`."""
-LEVELS = ("O1", "O2", "O3", "O4")
+SCALED_LEVELS = ("O1", "O2", "O3", "O4")
 TE_TIME_LIMIT = 120.0
 """Seconds for importing TransformerEngine, usually 3 to 20, or minutes from a cold network disk."""
 
@@ -96,7 +96,11 @@ def diagnosis(tests: bool = True) -> dict[str, Any]:
         **{"fp8-backends": __version__, "python": platform.python_version()},
         **{name: version for name, version in optional.items() if version},
         **described.pop("versions"),
-        **{name: version for name in LIBRARIES if (version := hardware.version(name)) is not None},
+        **{
+            name: version
+            for name in MORE_LIBRARIES
+            if (version := hardware.version(name)) is not None
+        },
     }
     backends = {}
     for name, availability in registry.available_backends().items():
@@ -167,7 +171,7 @@ def _to_test(backends: dict[str, dict[str, Any]]) -> list[str]:
         prefix = "" if name == "native" else f"{name}+"
         names += [
             f"{prefix}msamp:{level}"
-            for level in LEVELS
+            for level in SCALED_LEVELS
             if level in registry.get_compute(name).levels
         ]
     return names
@@ -252,7 +256,7 @@ def _chip(chip: dict[str, Any]) -> Lines:
         text = ", ".join(backends) + (f": {reason}" if reason else "")
         yield (
             state,
-            text + (f"; install {install}" if state == chips.FP8 and install != "nothing" else ""),
+            text + (f"; install {install}" if state == chips.RUNS and install != "nothing" else ""),
         )
     for state in dict.fromkeys(row["state"] for row in chip["products"]):
         yield "", f"({state}: {chips.MEANING[state]})"

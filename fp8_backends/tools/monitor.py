@@ -17,10 +17,10 @@ from ..errors import FP8BackendError
 from ..formats.formats import BF16, E4M3, E5M2, FP16, FP32, ROOT8
 from ..watch.monitor import (
     FIGURES,
-    NAMES,
     NOT_FINITE,
     NOTABLE,
-    STORED,
+    OPERAND_NAMES,
+    SAMPLED_STATES,
     is_finite,
     summary,
     tensors_of,
@@ -30,7 +30,7 @@ from . import page
 from .page import aside, bullets, signed
 from .terminal import Verdict, paragraphs, table
 
-FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
+FORMATS_BY_NAME = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
 MUCH_LOST_DB = 3.0
 """Name a tensor this many decibels below the format's usual SQNR: its error has twice the
 energy."""
@@ -105,7 +105,7 @@ class Tensor:
 
     @property
     def is_stored(self) -> bool:
-        return self.name in STORED
+        return self.name in SAMPLED_STATES
 
     @property
     def shares(self) -> list[float]:
@@ -145,7 +145,7 @@ def lost_db(entry: dict[str, Any]) -> float | None:
 def usual_db(fmt: str) -> float:
     """Return the SQNR of normally distributed values in the normal range: E4M3 31.6 dB, E5M2 25.5
     dB, 6 dB a bit."""
-    return 13.5 + 6.02 * FORMATS[fmt].mantissa_bits
+    return 13.5 + 6.02 * FORMATS_BY_NAME[fmt].mantissa_bits
 
 
 @dataclass
@@ -257,12 +257,12 @@ def _record(line: str) -> dict[str, Any] | None:
 
 def _is_entry(name: str, entry: dict[str, Any]) -> bool:
     scales = entry["scale"] if isinstance(entry["scale"], list) else [entry["scale"]] * 2
-    numbers = [entry["amax"], *scales, *(entry[key] for key in _SHARES[name in STORED])]
+    numbers = [entry["amax"], *scales, *(entry[key] for key in _SHARES[name in SAMPLED_STATES])]
     numbers.append(entry.get("sqnr_db"))
     (first, last), binades = entry["exponents"], entry["binades"]
     return (
-        entry["format"] in FORMATS
-        and (name in STORED or "sqnr_db" in entry)
+        entry["format"] in FORMATS_BY_NAME
+        and (name in SAMPLED_STATES or "sqnr_db" in entry)
         and len(scales) == 2
         and all(number is None or abs(number) < 1e300 for number in numbers)
         and all(count >= 0 for count in binades)
@@ -441,7 +441,7 @@ def _over_the_run(samples: Samples) -> str:
     html = _chart(samples, lines, "Error of the worst tensors", "dB below the format's usual SQNR")
     html += aside("The tensors that lose most at any time of the run.") if html else ""
     for key, title in (("saturated", "Clipped"), ("flushed", "Flushed to zero")):
-        lines = {name: [] for name in NAMES.values()}
+        lines = {name: [] for name in OPERAND_NAMES.values()}
         for name, record in itertools.product(lines, samples.records):
             entries = [tensors[name] for tensors in record["tensors"].values() if name in tensors]
             known = bool(entries) and all(map(is_finite, entries))
@@ -477,7 +477,7 @@ def _histogram(tensor: Tensor) -> str:
     entry = tensor.last
     height = 120
     base = 96
-    fmt = FORMATS[entry["format"]]
+    fmt = FORMATS_BY_NAME[entry["format"]]
     first, last = entry["exponents"]
     low = min(first, fmt.min_exponent - fmt.mantissa_bits) - 1
     high = max(last, fmt.max_exponent) + 1

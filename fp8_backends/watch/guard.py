@@ -63,7 +63,7 @@ COMPARED_EVERY = 100
 """Steps between two comparisons of the ranks' replicas."""
 LEFT_OUT_AT_MOST = 50
 """Steps in a row skipped by guard=skip before it stops the training."""
-FROZEN = 16
+STUCK_AFTER = 16
 """Optimizer steps after which a history that records and does not roll counts as stuck."""
 
 Roots = list[tuple[nn.Module, Prepared]]
@@ -362,7 +362,7 @@ class Guard:
             self._unmoved = torch.where(
                 torch.cat(records) & (self._rolls == before), self._unmoved + 1, 0
             )
-        frozen = self._unmoved >= FROZEN
+        frozen = self._unmoved >= STUCK_AFTER
         self._unmoved.masked_fill_(frozen, 0)  # count anew
         return torch.cat(over), torch.cat(stuck) | frozen
 

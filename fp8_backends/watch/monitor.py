@@ -45,9 +45,9 @@ from ..torch_tools.modules import CONVERSION, EagerHook, is_traced
 from ..torch_tools.optimizers import steps_of
 from ..words import listed, share
 
-NAMES = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
+OPERAND_NAMES = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
 """Names of cast tensors in records."""
-STORED = ("gradient", "exp_avg", "exp_avg_sq", "momentum_buffer")
+SAMPLED_STATES = ("gradient", "exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of tensors stored by levels in few bits, besides weights."""
 FIGURES = ("share", "guard_faults", "guard_skipped")
 """Figures of a record besides its tensors: FP8's share of the weight FLOPs, and the counts of a
@@ -161,7 +161,7 @@ class Monitor:
         step = self.steps if counted_steps is None else counted_steps + skipped
         tensors: dict[str, dict[str, Any]] = {}
         for (name, tensor), numbers in sample.numbers().items():
-            tensors.setdefault(name, {})[tensor] = _entry(numbers, stored=tensor in STORED)
+            tensors.setdefault(name, {})[tensor] = _entry(numbers, stored=tensor in SAMPLED_STATES)
         record = {
             "step": step,
             "recipe": self.recipe.name,
@@ -266,7 +266,7 @@ class Sample:
             return
         if (self.trains or torch.is_grad_enabled()) and not inside_backward():
             self._count(name, compute, layer, INPUT, next(iter((*args, *kwargs.values()))))
-            if (name, NAMES[WEIGHT]) not in self.counted:
+            if (name, OPERAND_NAMES[WEIGHT]) not in self.counted:
                 self._count(name, compute, layer, WEIGHT, layer.weight)
         if output.requires_grad and not hasattr(output, "when_backward"):  # else it may have none
             output.register_hook(functools.partial(self._count, name, compute, layer, GRAD_OUTPUT))
@@ -284,7 +284,7 @@ class Sample:
         with torch.autocast(values.device.type, enabled=False):
             cast = compute.cast_of(layer, tensor, values)
             if cast is not None:
-                counts, key = statistics_of(cast), (name, NAMES[tensor])
+                counts, key = statistics_of(cast), (name, OPERAND_NAMES[tensor])
                 self.counted[key] = (
                     self.counted[key].merged(counts) if key in self.counted else counts
                 )
@@ -303,7 +303,9 @@ class Sample:
             for name, weight in ((name, layer.weight) for name, layer in watched.layers.items()):
                 tensors = {"gradient": weight.grad}
                 for state in (optimizer.state.get(weight, {}) for optimizer in optimizers):
-                    tensors |= {tensor: state[tensor] for tensor in STORED if tensor in state}
+                    tensors |= {
+                        tensor: state[tensor] for tensor in SAMPLED_STATES if tensor in state
+                    }
                 for tensor, stored in tensors.items():
                     # this rank's part, after the step
                     stored = None if stored is None else local_part(stored)
@@ -378,9 +380,11 @@ def tensors_of(record: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, A
         for layer, entries in record["tensors"].items()
         for name, entry in entries.items()
     ]
-    forward = [tensor for tensor in tensors if tensor[1] in (NAMES[INPUT], NAMES[WEIGHT])]
-    backward = [tensor for tensor in reversed(tensors) if tensor[1] == NAMES[GRAD_OUTPUT]]
-    return [*forward, *backward, *(tensor for tensor in tensors if tensor[1] in STORED)]
+    forward = [
+        tensor for tensor in tensors if tensor[1] in (OPERAND_NAMES[INPUT], OPERAND_NAMES[WEIGHT])
+    ]
+    backward = [tensor for tensor in reversed(tensors) if tensor[1] == OPERAND_NAMES[GRAD_OUTPUT]]
+    return [*forward, *backward, *(tensor for tensor in tensors if tensor[1] in SAMPLED_STATES)]
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, float]:
@@ -392,7 +396,7 @@ def summary(record: Mapping[str, Any]) -> dict[str, float]:
     for layer, entries in record["tensors"].items():
         group = re.sub(r"(^|\.)\d+(?=\.|$)", "", layer).lstrip(".") or layer or "root"
         groups.setdefault(group, []).extend(
-            entry for name, entry in entries.items() if name not in STORED
+            entry for name, entry in entries.items() if name not in SAMPLED_STATES
         )
     if not (casts := [entry for entries in groups.values() for entry in entries]):
         return {}

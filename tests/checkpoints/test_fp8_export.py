@@ -241,7 +241,7 @@ def test_weight_tied_to_embedding_stays_unchanged(tmp_path):
 def test_suffix_names_are_distinguished():
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    config = exporting.FORMATS["finegrained_fp8"].config(
+    config = exporting.CHECKPOINT_FORMATS["finegrained_fp8"].config(
         "block", ["proj", "head"], ["layers.0.up_proj"]
     )
     left = config["modules_to_not_convert"]

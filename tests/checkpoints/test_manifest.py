@@ -56,9 +56,21 @@ def test_a_manifest_describes_a_save(tmp_path):
             "damaged",
             "part/__0_0.distcp has other cont",
         ),
-        (lambda file: (file.parents[1] / manifest.NAME).unlink(), "incomplete", manifest.NAME),
-        (lambda file: (file.parents[1] / manifest.NAME).write_text("{"), "damaged", manifest.NAME),
-        (lambda file: (file.parents[1] / manifest.NAME).write_text("[]"), "damaged", manifest.NAME),
+        (
+            lambda file: (file.parents[1] / manifest.MANIFEST).unlink(),
+            "incomplete",
+            manifest.MANIFEST,
+        ),
+        (
+            lambda file: (file.parents[1] / manifest.MANIFEST).write_text("{"),
+            "damaged",
+            manifest.MANIFEST,
+        ),
+        (
+            lambda file: (file.parents[1] / manifest.MANIFEST).write_text("[]"),
+            "damaged",
+            manifest.MANIFEST,
+        ),
         (
             lambda file: rewrite(file.parents[1], '"step": 1', '"step": 2'),
             "damaged",
@@ -79,9 +91,9 @@ def test_conditions_of_a_checkpoint(change, word, said, tmp_path):
 
 
 def rewrite(folder: Path, old: str, new: str) -> None:
-    text = (folder / manifest.NAME).read_text()
+    text = (folder / manifest.MANIFEST).read_text()
     assert old in text
-    (folder / manifest.NAME).write_text(text.replace(old, new, 1))
+    (folder / manifest.MANIFEST).write_text(text.replace(old, new, 1))
 
 
 def test_foreign_weights_preferred_by_accelerate_are_refused(tmp_path):
@@ -134,9 +146,9 @@ def test_unnumbered_names_sort_by_save_time(tmp_path):
 
 def rewritten(folder: Path, **changed) -> None:
     """Change values in the manifest of a checkpoint, and its checksum."""
-    record = json.loads((folder / manifest.NAME).read_bytes())
+    record = json.loads((folder / manifest.MANIFEST).read_bytes())
     del record["sha256"]
-    (folder / manifest.NAME).write_bytes(manifest._text(record | changed))
+    (folder / manifest.MANIFEST).write_bytes(manifest._text(record | changed))
 
 
 @pytest.mark.parametrize(
@@ -205,6 +217,8 @@ def test_malformed_manifest_is_damaged(key, value, tmp_path):
 
 def test_pipe_as_manifest_is_damaged(tmp_path):
     folder = checkpoint(tmp_path / "checkpoint_1", 1)
-    (folder / manifest.NAME).unlink()
-    os.mkfifo(folder / manifest.NAME)
-    assert manifest.condition(folder).detail == f"{manifest.NAME} cannot be read (it is no file)"
+    (folder / manifest.MANIFEST).unlink()
+    os.mkfifo(folder / manifest.MANIFEST)
+    assert (
+        manifest.condition(folder).detail == f"{manifest.MANIFEST} cannot be read (it is no file)"
+    )

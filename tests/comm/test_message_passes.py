@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fp8_backends.kernels import messages
-from fp8_backends.kernels.layouts import BLOCK, Part
+from fp8_backends.kernels.layouts import MESSAGE_BLOCK, Part
 
 
-@pytest.fixture(params=[2 * BLOCK, 2**18], ids=["small chunks", "chunks"])
+@pytest.fixture(params=[2 * MESSAGE_BLOCK, 2**18], ids=["small chunks", "chunks"])
 def chunks(request, monkeypatch):
     monkeypatch.setattr(messages, "CHUNK", request.param)
     return messages
@@ -31,7 +31,7 @@ def test_rows_of_any_length_are_encoded(chunks, dtype, rows, kept, columns):
     cases.check_encode(chunks, dtype, rows, columns, kept)
 
 
-@pytest.mark.parametrize("columns", [BLOCK, 5001])
+@pytest.mark.parametrize("columns", [MESSAGE_BLOCK, 5001])
 @pytest.mark.parametrize("ranks, rank, divisor", [(1, 0, 1), (2, 1, 2), (3, 0, 3), (40, 17, 40)])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_contributions_are_summed_in_one_pass(chunks, dtype, ranks, rank, divisor, columns):
@@ -69,8 +69,8 @@ def test_no_temporary_grows_with_the_bucket(monkeypatch):
     chunks."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    monkeypatch.setattr(messages, "CHUNK", 16 * BLOCK)
-    numel, rows = 1024 * BLOCK, 2
+    monkeypatch.setattr(messages, "CHUNK", 16 * MESSAGE_BLOCK)
+    numel, rows = 1024 * MESSAGE_BLOCK, 2
 
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -87,7 +87,7 @@ def test_no_temporary_grows_with_the_bucket(monkeypatch):
 
     given, arrived = cases.values(numel), cases.received(rows, numel // rows)
     out, own = torch.empty(numel), torch.empty(numel // rows)
-    chunk = 16 * BLOCK * 4 * 2  # two of them in FP32
+    chunk = 16 * MESSAGE_BLOCK * 4 * 2  # two of them in FP32
     for call, lasting in (
         (lambda: messages.pack([Part(given, 0)], rows, numel // rows, 0), 2),
         (lambda: messages.reduce(arrived, own, 0, 2), 1),

@@ -9,7 +9,7 @@ from fp8_backends.kernels import cpu_casts
 @pytest.fixture(autouse=True)
 def casts_of_large_matrices(monkeypatch):
     """Compiled and traced code takes the reference, as do small layers in other folders' tests."""
-    monkeypatch.setattr(cpu_casts, "FEWEST", 0)
+    monkeypatch.setattr(cpu_casts, "FEWEST_TO_CAST", 0)
 
 
 @pytest.fixture(params=[True, False], ids=["bf16 in hardware", "no bf16 in hardware"])

@@ -9,9 +9,9 @@ from fp8_backends.compute import chips, registry
 from fp8_backends.compute.chips import (
     CHIPS,
     DEFAULTS,
-    EMULATED,
-    FP8,
     REFUSED,
+    RUNS,
+    RUNS_EMULATED,
     Chip,
     advice_for,
     cell_of,
@@ -65,9 +65,9 @@ def test_a_chip_is_one_row_with_defaults(monkeypatch):
     new = Chip("mi450", "MI450", "gfx12.5", "gfx1250")
     monkeypatch.setattr(chips, "CHIPS", (*CHIPS, new))
     assert chip_of("gfx1250:sramecc+") is new and new.fp8
-    assert cell_of("native:rowwise", new).state == FP8
+    assert cell_of("native:rowwise", new).state == RUNS
     assert cell_of("te:delayed", new).note == "te-nvidia"
-    assert cell_of("native:mxfp8", new).state == EMULATED
+    assert cell_of("native:mxfp8", new).state == RUNS_EMULATED
     header, *rows = chips.rows()
     assert header[-1] == "MI450" and {len(row) for row in rows} == {len(header)}
 
@@ -90,12 +90,12 @@ def test_chips_with_fp8_matrix_units():
 def test_older_cuda_build_limits_chip():
     blocks, te_blocks = (cell_of(f"{name}:blockwise", chip_of((9, 0))) for name in ("native", "te"))
     assert [blocks.state_with(cuda) for cuda in ((12, 8), (12, 9), (13, 0), None)] == [
-        EMULATED,
-        FP8,
-        FP8,
-        FP8,
+        RUNS_EMULATED,
+        RUNS,
+        RUNS,
+        RUNS,
     ]
-    assert [te_blocks.state_with(cuda) for cuda in ((12, 8), (12, 9))] == [REFUSED, FP8]
+    assert [te_blocks.state_with(cuda) for cuda in ((12, 8), (12, 9))] == [REFUSED, RUNS]
     assert cell_of("te:delayed", chip_of((8, 9))).state_with((12, 0)) == REFUSED
     assert cell_of("mine:delayed", chip_of((9, 0))) is None
 
@@ -109,8 +109,14 @@ def test_mxfp8_on_rtx_blackwell_needs_the_reported_torch():
         ((13, 0), (2, 13)),
         ((12, 9), (2, 14)),
     ]
-    assert [cell.state_with(*each) for each in releases] == [FP8, FP8, FP8, EMULATED, EMULATED]
-    assert cell.state_with(None, (2, 13)) == EMULATED
+    assert [cell.state_with(*each) for each in releases] == [
+        RUNS,
+        RUNS,
+        RUNS,
+        RUNS_EMULATED,
+        RUNS_EMULATED,
+    ]
+    assert cell.state_with(None, (2, 13)) == RUNS_EMULATED
     assert cell_of("te:mxfp8", chip_of((12, 0))).state == REFUSED
 
 
@@ -140,18 +146,18 @@ def test_mxfp8_on_rtx_blackwell_needs_the_reported_torch():
 def test_recommended_precision_for_each_gpu(gpu, te, precision, backend, reason):
     advice = advice_for(gpu, te)
     assert (advice.precision, advice.backend) == (precision, backend) and reason in advice.reason
-    assert not backend or cell_of(backend, chip_of(gpu)).state == FP8
+    assert not backend or cell_of(backend, chip_of(gpu)).state == RUNS
 
 
 def test_each_fp8_chip_has_one_recommendation_that_runs_there():
     assert [chip for chip, *_ in recommended()] == [chip for chip in CHIPS if chip.fp8]
     for chip, backend, with_te in recommended():
-        assert cell_of(backend, chip).state == cell_of(with_te, chip).state == FP8
+        assert cell_of(backend, chip).state == cell_of(with_te, chip).state == RUNS
         assert with_te == backend or with_te.startswith("te:") and not backend.startswith("te:")
 
 
 def test_chip_is_found_by_any_alias():
-    assert {product.chip for product in chips.PRODUCTS.values()} == {*CHIPS}
+    assert {product.chip for product in chips.CARDS.values()} == {*CHIPS}
     assert all(chips.product_named(chip.key).chip is chip for chip in CHIPS)
     assert chips.product_named("RTX PRO 6000").gib == 96
     assert chips.product_named("RTX 4090").chip is chip_of((8, 9)) and chips.product_named(

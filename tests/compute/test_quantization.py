@@ -41,7 +41,7 @@ VALUES = ["normal", "zero", "subnormal", "inf", "nan"]
 @pytest.fixture(autouse=True)
 def parts_of_a_thousand_elements(monkeypatch):
     """Split small matrices into several parts, and wide rows into one each."""
-    monkeypatch.setattr(cpu_casts, "PART", 1000)
+    monkeypatch.setattr(cpu_casts, "CAST_AT_ONCE", 1000)
 
 
 def matrix(rows, columns, dtype, kind="normal"):

@@ -146,7 +146,7 @@ def test_copy_has_separate_counters_and_states(copied, monkeypatch):
     model, _ = prepare(build("mixtral"), "native:delayed", amax_history_len=4)
     loss_of(model, batch()).backward()
     # as in another process
-    monkeypatch.delitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, functions.NAME)
+    monkeypatch.delitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, functions.IMPLEMENTATION)
     other = copied(model)
     loss_of(other, batch()).backward()
     for own, counts in ((model, [1, 1, 1, 0]), (other, [2, 2, 2, 0])):

@@ -21,7 +21,7 @@ from widths import nightly
 import fp8_backends
 from fp8_backends.convert import saved_activations
 from fp8_backends.convert.saved_activations import (
-    FEWEST,
+    FEWEST_TO_SAVE,
     NODES,
     ValuesFunction,
     packed,
@@ -384,7 +384,7 @@ def test_second_derivative_is_refused_in_training_and_exact_in_evaluation():
 
 
 def test_fp64_is_not_packed_for_gradcheck():
-    model = computes(lambda x: nn.functional.silu(x.expand(FEWEST // 4, -1) * 1)[:2])
+    model = computes(lambda x: nn.functional.silu(x.expand(FEWEST_TO_SAVE // 4, -1) * 1)[:2])
     x = torch.randn(1, WIDTH, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(model[0], x, fast_mode=True)
     assert saved_bytes(model).tensors == 0

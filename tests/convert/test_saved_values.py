@@ -40,7 +40,7 @@ def test_parts_unpack_like_the_whole(dtype, monkeypatch):
     torch.manual_seed(0)
     values = packed(torch.randn(7, 9, 96).to(dtype))
     whole = values.unpacked((7, 9, 96))
-    monkeypatch.setattr(saved_activations, "PART", 5 * 96)
+    monkeypatch.setattr(saved_activations, "SAVED_AT_ONCE", 5 * 96)
     assert torch.equal(values.unpacked((7, 9, 96)), whole)
 
 

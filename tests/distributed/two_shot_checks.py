@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fp8_backends.comm import two_shot
-from fp8_backends.comm.two_shot import BLOCK, AllReduce, Part, encode, reduce_scatter
+from fp8_backends.comm.two_shot import MESSAGE_BLOCK, AllReduce, Part, encode, reduce_scatter
 from fp8_backends.kernels.messages import decode
 
 SIZES = (0, 1, 127, 128, 129, 1000, 4096, 70_001)
@@ -18,7 +18,7 @@ LARGEST_ERROR = 0.04
 def values_of(messages: torch.Tensor) -> torch.Tensor:
     """Return the values of messages: FP32 [rows, columns]."""
     codes, scale_inv = decode(messages)
-    return codes.float() * scale_inv.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
+    return codes.float() * scale_inv.repeat_interleave(MESSAGE_BLOCK, 1)[:, : codes.shape[1]]
 
 
 def of_rank(kind: str, numel: int, rank: int, seed: int = 0) -> torch.Tensor:
@@ -124,16 +124,16 @@ def check_reduce_scatter_of_every_size():
 
 def check_non_finite_value_reaches_every_rank():
     for value in (float("inf"), float("nan")):
-        values = torch.ones(5 * BLOCK)
+        values = torch.ones(5 * MESSAGE_BLOCK)
         if dist.get_rank() == dist.get_world_size() - 1:
-            values[2 * BLOCK + 1] = value
+            values[2 * MESSAGE_BLOCK + 1] = value
         result = all_reduce(values)
-        assert result[2 * BLOCK : 3 * BLOCK].isnan().all()
-        assert (result[: 2 * BLOCK] == 1).all() and (result[3 * BLOCK :] == 1).all()
+        assert result[2 * MESSAGE_BLOCK : 3 * MESSAGE_BLOCK].isnan().all()
+        assert (result[: 2 * MESSAGE_BLOCK] == 1).all() and (result[3 * MESSAGE_BLOCK :] == 1).all()
 
 
 def check_a_sum_beyond_fp32_is_not_finite():
-    result = all_reduce(torch.full((BLOCK,), 3.0e38))
+    result = all_reduce(torch.full((MESSAGE_BLOCK,), 3.0e38))
     assert result.isnan().all() or dist.get_world_size() == 1
 
 
@@ -187,7 +187,7 @@ def check_simulation_matches_collective():
 def simulated_mean(all_of: list[torch.Tensor]) -> torch.Tensor:
     """The two-shot mean over any number of ranks, in one process."""
     size, numel = len(all_of), all_of[0].numel()
-    columns = -(-numel // (size * BLOCK)) * BLOCK
+    columns = -(-numel // (size * MESSAGE_BLOCK)) * MESSAGE_BLOCK
     rows = [
         torch.nn.functional.pad(each, (0, size * columns - numel)).view(size, columns)
         for each in all_of

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from fp8_backends import RecipeError, resolve, validate
 from fp8_backends.compute import chips
-from fp8_backends.rules import RULES, THEMES, Machine, Setup, refuse
+from fp8_backends.rules import BY_NAME, THEMES, Machine, Setup, refuse
 
 
 def rules(spec, model=None, *, chip="hopper", **setup):
@@ -23,7 +23,7 @@ def rules(spec, model=None, *, chip="hopper", **setup):
 def on_machine(spec, machine, parallel=None, compiled=None):
     """Return the applying rules on a machine, with their reasons."""
     setup = Setup(resolve(spec), machine, parallel, compiled)
-    return {rule.name: rule.reason_in(setup) for rule in RULES.values() if rule.applies(setup)}
+    return {rule.name: rule.reason_in(setup) for rule in BY_NAME.values() if rule.applies(setup)}
 
 
 def nvidia(*capabilities, cuda=(13, 0), torch=(2, 13)):
@@ -90,7 +90,7 @@ def test_worst_findings_come_first_and_each_has_a_fix():
     found = validate({**GATHERED, "autocast_dtype": "fp16"}, chip="hopper")
     assert [finding.severity for finding in found] == ["error", "warning", "info"]
     assert str(found[0]).startswith("error: ") and "Fix:" in str(found[0])
-    for rule in RULES.values():
+    for rule in BY_NAME.values():
         assert rule.fix and rule.reason and rule.severity in ("error", "warning", "info")
 
 
@@ -440,7 +440,7 @@ MACHINES = [
 
 @pytest.mark.parametrize(("rule", "spec", "fires", "near", "detail"), MACHINES)
 def test_chip_rule_fires(rule, spec, fires, near, detail):
-    assert RULES[rule].severity == "warning"
+    assert BY_NAME[rule].severity == "warning"
     assert detail in on_machine(spec, fires)[rule]
     assert rule not in on_machine(spec, near)
 
@@ -457,7 +457,7 @@ def test_16_bit_autocast_on_cpu_without_16_bit_products_is_found():
         assert "slow_autocast" not in on_machine("native", machine)
         for engine_bf16 in (False, True):  # in a DeepSpeed configuration
             setup = Setup(resolve("native"), machine, "deepspeed", engine_bf16=engine_bf16)
-            assert bool(RULES["slow_autocast"].applies(setup)) is (engine_bf16 and not has_bf16)
+            assert bool(BY_NAME["slow_autocast"].applies(setup)) is (engine_bf16 and not has_bf16)
     assert "slow_autocast" not in rules({"backend": "native", "autocast_dtype": "bf16"})
 
 
@@ -492,7 +492,7 @@ def test_rowwise_products_on_cpu_need_recent_torch():
 
 
 def test_engine_unused_names_the_engine_that_trains():
-    rule = RULES["engine_unused"]
+    rule = BY_NAME["engine_unused"]
     for parallel, words in (
         ("ddp", "FSDP is asked for, DDP trains"),
         (None, "FSDP is asked for, one process trains"),
@@ -645,16 +645,16 @@ def test_training_raises_message_of_rule_with_recipe(rule, spec, refused, near, 
     with pytest.raises(RecipeError) as error:
         refuse(Setup(recipe, CPU, **refused))
     message = str(error.value)
-    assert message.startswith(f"{recipe.name}: {RULES[rule].reason}") and cause in message
-    assert message.endswith(f". Fix: {RULES[rule].fix}")
+    assert message.startswith(f"{recipe.name}: {BY_NAME[rule].reason}") and cause in message
+    assert message.endswith(f". Fix: {BY_NAME[rule].fix}")
     refuse(Setup(**{"recipe": recipe, "machine": CPU, **near}))
 
 
 def test_every_raised_rule_is_an_error_with_a_case():
     setup = Setup(resolve("native"), CPU, world_size=2)
-    raised = {rule.name for rule in RULES.values() if rule.is_raised(setup)}
+    raised = {rule.name for rule in BY_NAME.values() if rule.is_raised(setup)}
     assert raised == {rule for rule, *_ in REFUSED}
-    assert {RULES[name].severity for name in raised} == {"error"}
+    assert {BY_NAME[name].severity for name in raised} == {"error"}
 
 
 def test_small_layers_are_judged_by_predicted_gain():
@@ -807,5 +807,5 @@ def test_trainable_fp8_checkpoint_layers_are_found():
 
 def test_every_rule_has_a_case():
     source = Path(__file__).read_text(encoding="utf-8")
-    assert not [name for name in RULES if f'"{name}"' not in source]
-    assert len(RULES) == sum(map(len, THEMES.values())), "no two rules have one name"
+    assert not [name for name in BY_NAME if f'"{name}"' not in source]
+    assert len(BY_NAME) == sum(map(len, THEMES.values())), "no two rules have one name"

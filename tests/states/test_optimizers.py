@@ -223,7 +223,7 @@ def assert_equal(ours: tuple, expected: tuple) -> None:
 @pytest.mark.parametrize("kind", ["sgd", "lion"])
 def test_shards_of_a_parameter_step_like_the_whole(kind, level, monkeypatch):
     whole = weights_after_steps(kind, level)
-    monkeypatch.setattr(stock_steps, "PART", 1024)
+    monkeypatch.setattr(stock_steps, "STEPPED_AT_ONCE", 1024)
     assert_equal(weights_after_steps(kind, level), whole)
 
 

@@ -43,12 +43,18 @@ import fp8_backends
 from fp8_backends import FP8BackendError, FP8RecipeKwargs, preparation, resolve
 from fp8_backends.accelerate_plugin import launch
 from fp8_backends.compute import registry
-from fp8_backends.compute.chips import PRODUCTS
+from fp8_backends.compute.chips import CARDS
 from fp8_backends.compute.interface import Compute
 from fp8_backends.convert import stored_weights
 from fp8_backends.recipes.fields import COMMON, FIELDS, OF_LEVELS, VARIABLES
 from fp8_backends.recipes.handlers import code_over_launch, from_environment
-from fp8_backends.recipes.sources import LAUNCHED, NAMES, PREFIX, REFUSED, environment_source
+from fp8_backends.recipes.sources import (
+    LAUNCHED,
+    PREFIX,
+    REFUSED_NAMES,
+    SYNONYMS,
+    environment_source,
+)
 from fp8_backends.tools import config, main
 
 LONGEST = 2000
@@ -292,7 +298,7 @@ def fields(draw, bad: st.SearchStrategy = anything, objects: bool = True) -> dic
     for name in draw(st.lists(st.sampled_from([*compute.fields, *COMMON, *OF_LEVELS]), max_size=3)):
         found[name] = draw(valid(name, GOOD, objects) or st.sampled_from(["true", "no", True]))
     if draw(st.booleans()):
-        name = draw(st.sampled_from([*found, *FIELDS, *NAMES, *REFUSED]))
+        name = draw(st.sampled_from([*found, *FIELDS, *SYNONYMS, *REFUSED_NAMES]))
         found[draw(st.just(name) | edited(st.just(name)))] = draw(bad)
     return found
 
@@ -316,7 +322,7 @@ HANDLERS += ("MSAMPRecipeKwargs", "NativeRecipeKwargs")
 def check_recipe(handler: str, fields: dict[str, Any]) -> None:
     fields = made(fields)
     make = resolve if handler == "dict" else lambda given: getattr(fp8_backends, handler)(**given)
-    theirs = [NAMES[field][0].name for field in fields if field in NAMES]
+    theirs = [SYNONYMS[field][0].name for field in fields if field in SYNONYMS]
     said = *fields, *theirs, fields.get("backend"), handler, "ao:"
     recipe = accepted(lambda: make(fields), *said)
     if recipe.backend is None and handler == "dict":  # auto has chosen
@@ -686,7 +692,7 @@ def command_lines(draw) -> list[str]:
     command = draw(st.sampled_from([*OPTIONS]))
     argv = [draw(edited(st.just(command), draw(st.sampled_from([0] * 9 + [1]))))]
     places = st.sampled_from([".", "/dev/null", "/dev/zero", "checkpoint_1", "a/b", *DOCUMENTS])
-    arguments = words | places | backends | st.sampled_from([*PRODUCTS, "2", "1K", "ddp", "bf16"])
+    arguments = words | places | backends | st.sampled_from([*CARDS, "2", "1K", "ddp", "bf16"])
     for option in draw(st.lists(st.sampled_from(OPTIONS[command].split() or [""]), max_size=3)):
         argv += [option, draw(arguments)] if option else [draw(arguments)]
     if command in ("monitor", "checkpoint", "config", "estimate"):

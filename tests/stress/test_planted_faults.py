@@ -171,7 +171,7 @@ def trial(backend: str, action: str, name: str, at: int) -> list[tuple]:
     assert is_stopped == (action == "stop"), case
     due = {at}
     if freezes:
-        due = set(range(at + guard.FROZEN - 1, at + guard.FROZEN + 2))
+        due = set(range(at + guard.STUCK_AFTER - 1, at + guard.STUCK_AFTER + 2))
     if "weight" in name:
         due = {-(-at // EVERY) * EVERY}  # the next comparison
     first = [each for each in found if each.step in due]

@@ -16,7 +16,7 @@ from fp8_backends.errors import FP8BackendError, NoMemoryError
 from fp8_backends.formats import formats
 from fp8_backends.formats.formats import FORMAT_OF, saturating_cast
 from fp8_backends.tensors.block_codes import BlockCodes
-from fp8_backends.tensors.encoding import PART, amax_of
+from fp8_backends.tensors.encoding import ENCODED_AT_ONCE, amax_of
 from fp8_backends.tensors.scaled_tensor import (
     Elsewhere,
     Kind,
@@ -142,7 +142,7 @@ def test_pair_has_12_bits_and_nearest_code(seed, exponent, n):
 
 
 def test_large_pair_in_parts_matches_reference():
-    x = values(PART + 77) * torch.logspace(0, -7, PART + 77)
+    x = values(ENCODED_AT_ONCE + 77) * torch.logspace(0, -7, ENCODED_AT_ONCE + 77)
     t = quantize_pair(x)
     rounded = reference.nearest_round(x / t.scale_inv, formats.E4M11)
     codes, residual = reference.split(rounded)

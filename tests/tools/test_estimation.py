@@ -283,7 +283,7 @@ def test_largest_model_and_batch_are_maximal():
         model = shape.with_layers(layers)
         return estimate(Workload(model=model, batch=batch, sequence=64), ["msamp:O3"])[0].peak
 
-    usable = estimates.USABLE * memory
+    usable = estimates.SHARE_OF_MEMORY * memory
     assert peak(6, found.largest_batch) <= 1.02 * usable < 1.04 * peak(6, found.largest_batch + 1)
     assert found.largest_parameters == shape.with_layers(found.largest_layers).parameters
     too_small = Workload(model=shape, sequence=64, memory=1e6)

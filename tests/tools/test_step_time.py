@@ -13,7 +13,7 @@ from fp8_backends.compute import chips, rates
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.tools.estimate import ModelShape, Workload, estimate
 from fp8_backends.tools.estimate.command import changes
-from fp8_backends.tools.estimate.step_time import PARTS, spread_of
+from fp8_backends.tools.estimate.step_time import TIMED, spread_of
 from fp8_backends.tools.main import main
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -123,7 +123,7 @@ def test_steps_in_the_host_take_time_that_backward_hides():
         )
         known = traced.setdefault(str(more), {})
         (one,) = estimate(workload, [recipe], traced=known)
-        assert set(one.time.parts) == set(PARTS)
+        assert set(one.time.parts) == set(TIMED)
         assert one.time.low < one.time.seconds < one.time.high
         return one
 
@@ -158,7 +158,7 @@ def test_parts_sum_to_the_step_and_follow_their_cause():
     eager, compiled, plain = found(), found(compiled=True), found("bf16", compiled=True)
     for each in (eager, compiled, plain):
         assert each.time.seconds == sum(each.time.parts.values()) and set(each.time.parts) == set(
-            PARTS
+            TIMED
         )
         assert each.time.low < each.time.seconds < each.time.high
         assert each.tokens_per_second == pytest.approx(2 * 1024 / each.time.seconds)
@@ -183,15 +183,15 @@ def test_parts_sum_to_the_step_and_follow_their_cause():
 
 def test_other_chips_have_wider_intervals():
     assert (
-        spread_of(chips.PRODUCTS["h100"].rates)
-        > spread_of(chips.PRODUCTS["h200"].rates)
+        spread_of(chips.CARDS["h100"].rates)
+        > spread_of(chips.CARDS["h200"].rates)
         == rates.constant("spread of seconds")
     )
     known = [each.rates for each in chips.SOLD.values() if each.rates]
     assert len(known) == 7
     for chip in known:
         fp8, bf16 = (
-            rates.rate(kind, 2**15, 2**15, 2**15, chip) for kind in (rates.FAST, rates.BF16)
+            rates.rate(kind, 2**15, 2**15, 2**15, chip) for kind in (rates.FAST, rates.BF16_PRODUCT)
         )
         assert 1.7 < fp8 / bf16 < 2.1 and bf16 < chip.bf16 and fp8 < chip.fp8
 

@@ -27,7 +27,7 @@ from fp8_backends.formats.scaling import (
     new_delayed_state,
 )
 from fp8_backends.tensors.scaled_tensor import stored_parts
-from fp8_backends.watch.guard import FROZEN, Guard, faults
+from fp8_backends.watch.guard import STUCK_AFTER, Guard, faults
 
 __all__ = ["fresh_accelerate"]
 MAX = torch.tensor([E4M3.max, E4M3.max, E5M2.max])
@@ -314,9 +314,9 @@ def test_stuck_history_is_named():
     training = Training(guard="warn")
     training.steps(2)
     frozen = training.model[0].fp8_scaling[:, ROLLS].clone()
-    for _ in range(FROZEN + 3):
+    for _ in range(STUCK_AFTER + 3):
         training.step(tamper=lambda model: model[0].fp8_scaling[:, ROLLS].copy_(frozen))
-    assert training.kinds == [(FROZEN + 3, "stuck")]
+    assert training.kinds == [(STUCK_AFTER + 3, "stuck")]
 
 
 @pytest.mark.slow

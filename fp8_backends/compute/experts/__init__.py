@@ -25,7 +25,7 @@ from ..counts import result_dtype
 from ..interface import Recipe
 from ..native.weights import kind_of
 
-NAME = "fp8_backends"
+IMPLEMENTATION = "fp8_backends"
 """This package's name in transformers' registry."""
 
 
@@ -166,7 +166,7 @@ class ExpertsConfig:
     function. A separate object, since other modules share the model's, and this module must ignore
     later changes of the function."""
 
-    _experts_implementation = NAME
+    _experts_implementation = IMPLEMENTATION
 
     def __init__(self, config: Any) -> None:
         self.original = config
@@ -256,7 +256,7 @@ def function_before(experts: nn.Module) -> Callable:
         experts.config.original if isinstance(experts.config, ExpertsConfig) else experts.config
     )
     name = config._experts_implementation
-    return default if name in (None, NAME) else _registry().get(name, default)
+    return default if name in (None, IMPLEMENTATION) else _registry().get(name, default)
 
 
 def _run(experts: nn.Module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
@@ -275,5 +275,5 @@ def _registry():
 
 def _register() -> None:
     registry = _registry()
-    if registry is not None and NAME not in registry:
-        registry.register(NAME, _run)
+    if registry is not None and IMPLEMENTATION not in registry:
+        registry.register(IMPLEMENTATION, _run)

@@ -22,7 +22,7 @@ def cast_of(layer: KeepsLedger, tensor: int, values: torch.Tensor) -> Cast | Non
     """Describe the cast for the tensor's first product; None for a sharded weight, or one stored
     only in FP8."""
     rule = layer.fp8_rule
-    readers = [product for product in READERS[tensor] if not getattr(rule.high_precision, product)]
+    readers = [product for product in READERS[tensor] if not rule.high_precision.of(product)]
     if not rule.runs_in_fp8(layer.training) or not readers:
         return None
     fmt = rule.format_of(tensor, readers[0])

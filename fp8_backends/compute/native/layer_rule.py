@@ -95,6 +95,9 @@ class HighPrecision(NamedTuple):
     dgrad: bool = False
     wgrad: bool = False
 
+    def of(self, product: str) -> bool:
+        return self[KINDS.index(product)]
+
 
 class LayerRule(NamedTuple):
     """The rule of all layers of a prepared model. Plain values, constants to `torch.compile`."""

@@ -100,7 +100,7 @@ class GatheredWeight(PlainWeight):
     def quantized(self, layer, matrix, for_dgrad, recorded, split, amax=None):
         rule = layer.fp8_rule
         layer.fp8_recomputed = layer.fp8_shared.is_training(layer) and is_checkpointed()
-        amax = layer.weight.parts.get(gathered_codes.AMAX)
+        amax = layer.weight.parts.get(gathered_codes.WEIGHT_AMAX)
         # as a cast of the weight records it
         if layer.fp8_ledger.newest(rule, recorded, WEIGHT) is not None:
             scaling.record_amax(recorded, WEIGHT, amax, rule.scales.keeps_nan)
@@ -108,7 +108,7 @@ class GatheredWeight(PlainWeight):
 
     def quantized_experts(self, layer, weight, stored, quantize):
         layer.fp8_recomputed = layer.fp8_shared.is_training(layer) and is_checkpointed()
-        return quantize()._replace(amax=weight.parts.get(gathered_codes.AMAX))
+        return quantize()._replace(amax=weight.parts.get(gathered_codes.WEIGHT_AMAX))
 
     def saved(self, weight, stored, rule, w8):
         return weight, None

@@ -26,7 +26,7 @@ from ...tensors.statistics import Cast
 from .. import hardware
 from ..fields import Field
 from ..hardware import Availability
-from ..interface import Compute, Recipe
+from ..interface import ALIGNMENT, Compute, Recipe
 from ..products import exact_product
 from ..refusals import note_whether_cut, part_obstacle
 from . import scaling_of
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
     from .linear import AOProducts
-
-ALIGNMENT = 16
-"""GPUs multiply FP8 in multiples of this. TorchAO pads the contraction, and no other size."""
 
 CONFIG_OPTIONS = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
 """Recipe fields with the name of a field of `Float8LinearConfig`."""

@@ -26,7 +26,7 @@ from ...compute.products import plain_product
 from ...compute.refusals import refuse_second_derivative
 from ...errors import FP8BackendError
 from ...kernels.backward import cross_entropy
-from ...kernels.triton_gate import PLAIN
+from ...kernels.triton_gate import PLAIN_TYPES
 from ...tensors.scaled_tensor import stored_parts
 from ...tensors.sharded_tensor import is_distributed
 from ...torch_tools.backward_end import inside_backward
@@ -54,7 +54,7 @@ _READS_MEMORY = tuple(
 )
 _WAITS_FOR_GRADIENT = (torch.Tensor.register_hook, torch.Tensor.retain_grad)
 
-ROWS = 128
+ROWS_AT_ONCE = 128
 """Chunks are multiples of this, the longest block with one scale along the tokens
 (`scaling.VECTORS`)."""
 
@@ -86,8 +86,8 @@ class DefersLogits(nn.Module):
         )
         stays = isinstance(weight, nn.Parameter) and weight.is_leaf and not hasattr(weight, "ds_id")
         is_known = (
-            type(x) in PLAIN
-            and type(weight) in (*PLAIN, *self.weight_types)
+            type(x) in PLAIN_TYPES
+            and type(weight) in (*PLAIN_TYPES, *self.weight_types)
             and not is_distributed(weight)
         )
         fits = (
@@ -425,7 +425,7 @@ def tokens_of_chunk(tokens: int, hidden: int) -> int:
     element: on an H200, a tenth of the time of FP8 products with as many tokens as the hidden size.
     A single chunk's gradient stays in the products' dtype."""
     number = -(-tokens // (2 * hidden)) or 1
-    return -(-tokens // (number * ROWS)) * ROWS or ROWS
+    return -(-tokens // (number * ROWS_AT_ONCE)) * ROWS_AT_ONCE or ROWS_AT_ONCE
 
 
 def chunk_loss(

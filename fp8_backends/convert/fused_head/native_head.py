@@ -34,7 +34,7 @@ class FP8Head(DefersLogits, FP8Linear):
     def count_products(self, *kinds: str) -> None:
         high = self.fp8_rule.high_precision
         for kind in kinds:
-            if not getattr(high, FPROP if kind == RECOMPUTED else kind):
+            if not high.of(FPROP if kind == RECOMPUTED else kind):
                 self.fp8_ledger.counts.add(kind)
 
 

@@ -173,10 +173,10 @@ class Comparison:
             runs = dict.fromkeys(self.living, seeds)
             return self.elapsed + self.seconds(runs, replace(settings, steps=steps))
 
-        usable = 60 * USABLE * settings.minutes
+        usable = 60 * SHARE_OF_TIME * settings.minutes
         steps, seeds = fit(usable, settings.steps, settings.seeds, needed)
         if not seeds:
-            minutes = needed(steps, 1) / USABLE / 60
+            minutes = needed(steps, 1) / SHARE_OF_TIME / 60
             raise RecipeError(
                 f"--minutes {settings.minutes:g} is too little for one seed of "
                 f"{counted(steps, 'step')} with {counted(len(self.living), 'backend')}: give "
@@ -252,7 +252,7 @@ class Comparison:
         for seed in range(settings.seeds):
             if seed and settings.minutes is not None:
                 end = self.elapsed + self.seconds_left(seed + 1)
-                if end > 60 * USABLE * settings.minutes:
+                if end > 60 * SHARE_OF_TIME * settings.minutes:
                     self._take(replace(settings, seeds=seed))
                     asked = self.results["asked"]["seeds"]
                     self.results["note"] = (
@@ -456,7 +456,7 @@ FEWEST_STEPS = 20
 """Do not shorten a run below this, unless the user asks for fewer steps."""
 WANTED_SEEDS = 3
 """Give up steps for this many seeds: fewer have no useful confidence interval."""
-USABLE = 0.9
+SHARE_OF_TIME = 0.9
 """Share of the given minutes to plan with, for slower runs, loading and ending."""
 
 

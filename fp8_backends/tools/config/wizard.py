@@ -19,7 +19,7 @@ from ...recipes.merging import refusal_of
 from ...words import share, shown
 from ..completion import backend_strings
 from ..estimate.command import GIB, SEQUENCE, Device, device_named
-from ..estimate.estimates import USABLE, Workload, estimate
+from ..estimate.estimates import SHARE_OF_MEMORY, Workload, estimate
 from ..estimate.model_shapes import ModelShape, from_parameters, from_transformers, parse_count
 from ..terminal import Progress, paragraphs, table, wrapped
 from .accelerate_config import read_accelerate
@@ -27,9 +27,9 @@ from .training_config import TrainingConfig
 
 Answer = TypeVar("Answer")
 
-LONG = 8192
+LONG_SEQUENCE = 8192
 """Tokens of a sequence from which on FP8 activations are proposed if memory is short."""
-ENGINES = {
+ENGINE_CHOICES = {
     "ddp": "each rank holds the whole model: least traffic, if it fits",
     "fsdp2": "ranks share weights, gradients and Adam states, and gather each layer in turn",
     "deepspeed": "ZeRO-2, for scripts made for it",
@@ -62,7 +62,7 @@ def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
     engine, fits = _ask_engine(
         workload, device, advice.backend or "native:dynamic", on_gpu=gpu is not None
     )
-    proposal, is_short = _ask_memory(engine, fits, workload.sequence >= LONG)
+    proposal, is_short = _ask_memory(engine, fits, workload.sequence >= LONG_SEQUENCE)
     values = {
         **{"compute_environment": "LOCAL_MACHINE", "num_machines": machines, "machine_rank": 0},
         **{"num_processes": workload.devices, "use_cpu": gpu is None, "mixed_precision": "fp8"},
@@ -82,7 +82,7 @@ def new_config(path: str | None) -> tuple[str, TrainingConfig, str | None]:
 
     def configured(backend: str) -> TrainingConfig:
         fields: dict[str, Any] = (
-            {"saved_activations": "fp8"} if is_short and workload.sequence >= LONG else {}
+            {"saved_activations": "fp8"} if is_short and workload.sequence >= LONG_SEQUENCE else {}
         )
         if engine == "fsdp2" and resolve(backend).level == "O0":
             fields["enable_fsdp_float8_all_gather"] = True
@@ -216,7 +216,7 @@ def _ask_engine(
 ) -> tuple[str, dict[str, bool]]:
     """Return the engine, and for plain storage first, then levels, if they fit under it."""
     alone = workload.devices == 1
-    usable = USABLE * device.memory
+    usable = SHARE_OF_MEMORY * device.memory
     stored = "te+msamp:O2" if plain.startswith("te") else "msamp:O2" if alone else "msamp:O4"
     shardings = ["none"] if alone else ["ddp", "fsdp2"] if on_gpu else ["ddp"]
     with Progress(f"estimating memory of {workload.model.title}") as progress:
@@ -227,7 +227,7 @@ def _ask_engine(
     for each in estimates:
         peaks.setdefault(each.backend, []).append(f"{each.peak / GIB:.3g} GiB")
     print(
-        f"\n{wrapped(f'Estimated peak of each rank. {device.title}: {share(USABLE)} is for tensors.')}"
+        f"\n{wrapped(f'Estimated peak of each rank. {device.title}: {share(SHARE_OF_MEMORY)} is for tensors.')}"
     )
     heads = ["", *("peak" if name == "none" else name for name in shardings)]
     print(table([heads, *([name, *row] for name, row in peaks.items())]))
@@ -238,7 +238,10 @@ def _ask_engine(
     engine = shardings[0]
     if len(shardings) > 1:
         engine = _ask(
-            "engine", "ddp" if fits["ddp"][plain] else "fsdp2", one_of(*ENGINES), *ENGINES.items()
+            "engine",
+            "ddp" if fits["ddp"][plain] else "fsdp2",
+            one_of(*ENGINE_CHOICES),
+            *ENGINE_CHOICES.items(),
         )
     return engine, fits["ddp" if engine == "deepspeed" else engine]
 

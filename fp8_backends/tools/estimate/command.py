@@ -19,15 +19,15 @@ from ...compute.rates import pays_from
 from ...errors import FP8BackendError, RecipeError
 from ...kernels.devices import memory_limit
 from ...recipes.handlers import resolve
-from ...rules import RULES
+from ...rules import BY_NAME
 from ...rules.validate import validate
 from ...words import share
 from .. import page
 from ..terminal import Progress, Verdict, add_feature_flags, features_of, paragraphs, table
 from .estimates import (
-    BASELINES,
+    BASELINE_DTYPES,
     SHARDINGS,
-    USABLE,
+    SHARE_OF_MEMORY,
     WEIGHT_DTYPES,
     Estimate,
     Layout,
@@ -42,7 +42,7 @@ from .model_shapes import (
     parse_count,
     readable_count,
 )
-from .step_time import PARTS
+from .step_time import TIMED
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -61,7 +61,7 @@ class Device(NamedTuple):
     title: str
     memory: float
     chip: str | None = None
-    """A name in `chips.PRODUCTS`, if known."""
+    """A name in `chips.CARDS`, if known."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress(f"tracing a training step of {model.title}") as progress:
         names = _listed("--backend", args.backend or (LORA_BACKENDS if args.lora else BACKENDS))
         backends = [
-            name if name.lower() in BASELINES else _with_flags(name, args) for name in names
+            name if name.lower() in BASELINE_DTYPES else _with_flags(name, args) for name in names
         ]
         shardings = ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
         if args.sharding is not None:
@@ -214,7 +214,12 @@ def simulated(
 ) -> dict[tuple[str, str], Simulation]:
     """Simulate each backend under each sharding but ZeRO. Raises what `simulation.simulate`
     raises."""
-    from .simulation import REPLICATE, SHARD, TENSOR, simulate  # a second: FSDP2, DDP and DTensor
+    from .simulation import (  # a second: FSDP2, DDP and DTensor
+        REPLICATE,
+        SHARD,
+        TENSOR_PARALLEL,
+        simulate,
+    )
 
     found = {}
     for sharding, (backend, recipe, _) in itertools.product(shardings, map(named, backends)):
@@ -224,7 +229,7 @@ def simulated(
                 f"--simulate: of ddp, fsdp2 and hsdp with several --devices, not {sharding}"
             )
         shards = layout.shards if layout.kind == "fsdp2" else 1
-        sizes = {REPLICATE: layout.ranks // shards, SHARD: shards, TENSOR: layout.tensor}
+        sizes = {REPLICATE: layout.ranks // shards, SHARD: shards, TENSOR_PARALLEL: layout.tensor}
         on_step(f"{backend} among {workload.devices} ranks")
         one = replace(workload, batch=workload.batch or 1)
         mesh = {name: size for name, size in sizes.items() if size > 1}
@@ -262,7 +267,7 @@ def changes(
     def add(title: str, options: str, changed: Workload, backend: Any, sharding: str) -> None:
         on_step(title)
         (one,) = estimate(changed, [backend], [sharding])
-        one.fits = not one.refused and one.peak <= USABLE * workload.memory
+        one.fits = not one.refused and one.peak <= SHARE_OF_MEMORY * workload.memory
         if one.fits and not any(each.estimate.fits for each in made):  # the recommended one
             changed = replace(changed, memory=workload.memory, chip=workload.chip)
             (one,) = estimate(changed, [backend], [sharding])
@@ -298,7 +303,7 @@ def changes(
         if devices <= best.static / workload.memory / 2:
             continue
         peak = estimate(more, [backend], [kind], traced=traced)[0].peak
-        if peak <= USABLE * workload.memory or devices == MOST_DEVICES:
+        if peak <= SHARE_OF_MEMORY * workload.memory or devices == MOST_DEVICES:
             options = f"--devices {devices} --sharding {kind} --backend {backend}"
             add(f"{devices} devices", options, more, backend, kind)
             break
@@ -407,7 +412,7 @@ def fp8_advice(model: ModelShape, device: Device, backends: list[str]) -> list[s
         for name in backends
     }
     sentences = []
-    for rule in (RULES[name] for name in NOT_WORTH_IT):
+    for rule in (BY_NAME[name] for name in NOT_WORTH_IT):
         slow = [name for name, applying in rules.items() if rule.name in applying]
         of = "" if len(slow) == len(rules) else f" with {', '.join(slow)}"
         if slow:
@@ -419,7 +424,7 @@ def fp8_advice(model: ModelShape, device: Device, backends: list[str]) -> list[s
     return sentences
 
 
-COLUMNS = {
+HEADINGS = {
     "weights": "weights", "master": "master", "gradients": "grads", "states": "states", "buffers": "other",
     "copies": "copies", "activations": "acts", "peak": "peak", "sent": "sent",
 }  # fmt: skip
@@ -455,7 +460,7 @@ class Report:
     def answers(self) -> list[tuple[str, str]]:
         """Answer three questions, (question, answer) each: the fastest that fits, or the mildest
         change that does."""
-        usable = USABLE * self.workload.memory / GIB
+        usable = SHARE_OF_MEMORY * self.workload.memory / GIB
         fitting = [each for each in self.estimates if each.fits]
         least = min(self.known, key=lambda each: each.peak)
         fit = f"yes, {len(fitting)} of {len(self.known)} do" if fitting else "no"
@@ -468,7 +473,7 @@ class Report:
             fitting = [mild[0].estimate]
         best = max(fitting, key=lambda each: (each.tokens_per_second or 0, -each.peak))
         recipe = f'mixed_precision="{best.backend}"'
-        if best.backend not in BASELINES:
+        if best.backend not in BASELINE_DTYPES:
             fields = "".join(f", {name}={value!r}" for name, value in best.fields.items())
             recipe = f'mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend="{best.backend}"{fields})]'
         return [("fits?", fit), ("speed?", self._speed(best)), ("recipe", f"Accelerator({recipe})")]
@@ -479,9 +484,9 @@ class Report:
         time, (low, ratio, high) = best.time, best.speedup
         text = f"{best.backend}: {_time(time.seconds)} a step ({_time(time.low)} to {_time(time.high)}), "
         text += f"{best.tokens_per_second:,.0f} tokens/s a device"
-        if best.backend not in BASELINES:
+        if best.backend not in BASELINE_DTYPES:
             text += f", {ratio:.2f} times bf16 ({low:.2f} to {high:.2f})"
-            chip = chips.PRODUCTS[self.workload.chip].rates
+            chip = chips.CARDS[self.workload.chip].rates
             recipe = resolve(best.backend)
             tokens = best.batch * self.workload.sequence
             text += f"; {pays_from(recipe.compute, recipe.scaling, chip, tokens)}"
@@ -565,7 +570,7 @@ class Report:
         known = self.known
         for name, meaning in _MEANINGS.items():
             if _has_column(name, known):
-                yield COLUMNS[name], meaning
+                yield HEADINGS[name], meaning
         moments = "; ".join(dict.fromkeys(each.peak_at for each in known))
         yield "peak", f"the highest moment of a step ({moments})"
         if _has_column("sent", known):
@@ -620,7 +625,7 @@ _LEGEND = (
     ("FP8", "share of the FLOPs of weight products"),
     (
         "fits",
-        f"the peak is at most {share(USABLE)} of the memory; the rest is for libraries and "
+        f"the peak is at most {share(SHARE_OF_MEMORY)} of the memory; the rest is for libraries and "
         "fragmentation",
     ),
     ("largest", "parameters of this shape with more or fewer layers"),
@@ -639,7 +644,7 @@ def _times(group: Iterable[Estimate]) -> list[list[str]]:
     timed = [each for each in group if each.time]
     parts = [
         name
-        for name in PARTS
+        for name in TIMED
         if any(each.time.parts[name] > 0.002 * each.time.seconds for each in timed)
     ]
     rows = [["", "seconds", "between", "tokens/s", "/ bf16", "between", *parts]]
@@ -651,7 +656,7 @@ def _times(group: Iterable[Estimate]) -> list[list[str]]:
             f"{time.low:.2g}-{time.high:.2g}",
             f"{each.tokens_per_second:,.0f}",
             f"{ratio:.2f}",
-            "" if each.backend in BASELINES else f"{low:.2f}-{high:.2f}",
+            "" if each.backend in BASELINE_DTYPES else f"{low:.2f}-{high:.2f}",
         ]
         rows.append(row + [share(time.parts[name] / time.seconds) for name in parts])
     return rows
@@ -659,8 +664,8 @@ def _times(group: Iterable[Estimate]) -> list[list[str]]:
 
 def _table(group: list[Estimate], size: int) -> str:
     known = [each for each in group if not each.refused]
-    columns = [name for name in COLUMNS if _has_column(name, known)]
-    rows = [["", *(COLUMNS[name] for name in columns), "FP8", "fits", "largest", "batch"]]
+    columns = [name for name in HEADINGS if _has_column(name, known)]
+    rows = [["", *(HEADINGS[name] for name in columns), "FP8", "fits", "largest", "batch"]]
     for each in known:
         largest = "?"
         if each.largest_parameters is not None:

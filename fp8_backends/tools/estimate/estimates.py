@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...comm.two_shot import BLOCK
+from ...comm.two_shot import MESSAGE_BLOCK
 from ...compute import chips
 from ...compute.chips import Rates
 from ...compute.fields import check_known, parsed, whole_number
@@ -28,16 +28,27 @@ from ...compute.registry import compute_of
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
 from ...recipes.strings import names_file
-from ...states.levels import WEIGHT
+from ...states.levels import STORED_WEIGHTS
 from ...words import counted, readable_bytes, shown
 from ..terminal import FEATURES
-from .model_shapes import SHORT, ModelShape
+from .model_shapes import FEWEST_LAYERS, ModelShape
 from .step_time import DEVICES_OF_A_MACHINE, StepTime, StepWork, host_seconds, step_time
-from .step_trace import PARTS, Bytes, StepSettings, StepTrace, trace_step
+from .step_trace import (
+    ACTIVATIONS,
+    BUFFERS,
+    CODES,
+    COPIES,
+    GRADIENTS,
+    MASTER,
+    STATES,
+    WEIGHTS,
+    Bytes,
+    StepSettings,
+    StepTrace,
+    trace_step,
+)
 
-WEIGHTS, MASTER, GRADIENTS, STATES, BUFFERS, COPIES, CODES, ACTIVATIONS = PARTS
-
-BASELINES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+BASELINE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """Dtypes of autocast by name. As a backend, a name means training without FP8."""
 
 WEIGHT_DTYPES = ("fp32", "bf16")
@@ -47,7 +58,7 @@ SHARDINGS = ("none", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3")
 ZeRO's splits each layer between N devices; `tp:N` alone is none or DDP with it."""
 DEEPSPEED = ("zero1", "zero2", "zero3")
 
-USABLE = 0.92
+SHARE_OF_MEMORY = 0.92
 """Share of a device's memory for tensors; the CUDA context, workspaces and fragmentation take the
 rest."""
 
@@ -65,7 +76,7 @@ class Workload:
     memory: float | None = None
     """Bytes of one device."""
     chip: str | None = None
-    """A name in `chips.PRODUCTS`, for seconds."""
+    """A name in `chips.CARDS`, for seconds."""
     compiled: bool = False
     """`torch.compile` of each layer."""
     microbatches: int = 1
@@ -194,7 +205,7 @@ def named(backend: Any) -> tuple[str, Recipe | None, dict[str, Any]]:
     """Return a backend's name, its recipe (None without FP8), and the fields not in this name. A
     recipe file has its path as a name."""
     baseline = str(backend).lower()
-    if baseline in BASELINES:
+    if baseline in BASELINE_DTYPES:
         return baseline, None, {}
     recipe = resolve(backend)
     given = backend if isinstance(backend, Mapping) else {"backend": backend}
@@ -221,7 +232,7 @@ class _Case:
         return Rank(self.layout.split(self.growth, layers, batch), self.layout, self.recipe)
 
     def fits(self, layers: int, batch: int) -> bool:
-        return highest(self.rank(layers, batch).step())[1] <= USABLE * self.workload.memory
+        return highest(self.rank(layers, batch).step())[1] <= SHARE_OF_MEMORY * self.workload.memory
 
     @classmethod
     def traced(
@@ -339,12 +350,12 @@ def _offload_note(result: Estimate, work: StepWork, recipe: Recipe) -> str:
 
 def _rates_of(workload: Workload, recipe: Recipe | None) -> tuple[Rates | None, str]:
     """Return the rates of the chip, if known, and the reason for no time of this recipe."""
-    product = chips.PRODUCTS.get(workload.chip)
+    product = chips.CARDS.get(workload.chip)
     if product is None:
         return None, ""
     if recipe is not None and product.rates is not None:
         cell = chips.cell_of(f"{recipe.compute}:{recipe.scaling}", product.chip)
-        if cell is not None and cell.state != chips.FP8:
+        if cell is not None and cell.state != chips.RUNS:
             return None, f"its FP8 products are {cell.state} on this chip, so it has no time"
     if recipe is not None and (recipe.gradient_formats or len(recipe.recipes) > 1):
         reason = "several scaling rules or gradient formats in one model have no time"
@@ -494,9 +505,9 @@ class Growth:
         batch = workload.batch or 1
         model = workload.model
         trace = partial(trace_model, workload, recipe, sharding, backend)
-        short = model.with_layers(SHORT) if model.grows_evenly else model
+        short = model.with_layers(FEWEST_LAYERS) if model.grows_evenly else model
         first = trace(short, batch)
-        deeper = trace(model.with_layers(SHORT + 1), batch) if model.grows_evenly else first
+        deeper = trace(model.with_layers(FEWEST_LAYERS + 1), batch) if model.grows_evenly else first
         return cls(first, deeper, cache(partial(trace, short, 2 * batch)), short.layers, batch)
 
 
@@ -509,7 +520,7 @@ def trace_model(
     batch: int,
 ) -> StepTrace:
     """Trace a step of this model and batch, trained as the workload says."""
-    autocast = BASELINES[backend if recipe is None else recipe.autocast_dtype]
+    autocast = BASELINE_DTYPES[backend if recipe is None else recipe.autocast_dtype]
     dtype = torch.float32 if workload.weights == "fp32" else torch.bfloat16
     if sharding in DEEPSPEED:  # holds the model in bf16
         dtype = torch.bfloat16
@@ -549,7 +560,7 @@ def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
     """Add the weight codes that TransformerEngine keeps beyond its native equivalent: two copies
     before Blackwell, for fprop and dgrad, of which from O3 on the first is the weight; none of
     plain weights gathered by FSDP2."""
-    in_fp8 = WEIGHT.get(recipe.level) == torch.float8_e4m3fn
+    in_fp8 = STORED_WEIGHTS.get(recipe.level) == torch.float8_e4m3fn
     copies = 1 if in_fp8 and recipe.scaling in ("delayed", "dynamic") else 2
     if sharding == "fsdp2" and recipe.level == "O0":
         copies = 0
@@ -568,7 +579,7 @@ def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
 
 # One of several ranks
 
-FP8_MESSAGE = (BLOCK + 1) / BLOCK
+FP8_MESSAGE = (MESSAGE_BLOCK + 1) / MESSAGE_BLOCK
 """Bytes of an element in an E4M3 message, including its share of a scale."""
 DDP_BUCKET = 25 * 2**20
 """DDP's `bucket_cap_mb`, in bytes."""
@@ -577,7 +588,7 @@ ZERO_BUCKET = 5e8
 HALF = 2
 SINGLE = 4
 """Bytes of an element."""
-GATHERED = 2
+GATHERED_LAYERS = 2
 """Blocks with whole parameters on a rank at a time: the current one and the next."""
 
 
@@ -593,7 +604,7 @@ class Rank:
         self.shares_states = recipe is not None and recipe.shares_states
         self.sends_fp8 = recipe is not None and recipe.comm == "fp8"
         self.scaled_width = (
-            0 if recipe is None or recipe.level == "O0" else WEIGHT[recipe.level].itemsize
+            0 if recipe is None or recipe.level == "O0" else STORED_WEIGHTS[recipe.level].itemsize
         )
         """Bytes of an element of a scaled weight in products; 0 without scaled weights."""
         self.offloads = recipe is not None and recipe.offload != "off"
@@ -648,8 +659,8 @@ class Rank:
             width = 1 if self.gathers_codes else self.scaled_width
             # as gathered
             block = width * sizes["block_scaled"] + HALF * (sizes["block"] - sizes["block_scaled"])
-            held[WEIGHTS] += HALF * sizes["outside"] + GATHERED * block
-            held[GRADIENTS] += GATHERED * HALF * sizes["block"] if goes_back else 0
+            held[WEIGHTS] += HALF * sizes["outside"] + GATHERED_LAYERS * block
+            held[GRADIENTS] += GATHERED_LAYERS * HALF * sizes["block"] if goes_back else 0
         elif self.sharding == "ddp" and self.ranks > 1 and goes_back:
             held[GRADIENTS] += self._in_flight(region)
         elif self.sharding == "zero2" and goes_back:

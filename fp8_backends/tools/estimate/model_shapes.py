@@ -50,7 +50,7 @@ _DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
 """Fields with a decoder's depth, if `num_hidden_layers` is the encoder's."""
 _ALL_LAYERS = ("num_hidden_layers", "encoder_layers", *_DECODER_LAYERS)
 
-SHORT = 2
+FEWEST_LAYERS = 2
 """Layers of the model to extrapolate from."""
 LARGE = 1e9
 """Parameters from which on a generic model has the vocabulary of Llama 3."""
@@ -179,15 +179,15 @@ class ModelShape:
     @functools.cached_property
     def grows_evenly(self) -> bool:
         """True if its layers are alike, so that a few of them determine the costs of all."""
-        if self.layers <= SHORT + 1:
+        if self.layers <= FEWEST_LAYERS + 1:
             return False
         with torch.device("meta"):
-            shapes = [self.with_layers(SHORT), self.with_layers(SHORT + 1), self]
+            shapes = [self.with_layers(FEWEST_LAYERS), self.with_layers(FEWEST_LAYERS + 1), self]
             models = [shape.make_model(torch.float32) for shape in shapes]
         if not all(map(ModelShape.stacks, shapes, models)):
             return False
         short, long, whole = map(count_elements, models)
-        return short < long and whole == short + (long - short) * (self.layers - SHORT)
+        return short < long and whole == short + (long - short) * (self.layers - FEWEST_LAYERS)
 
     @functools.cached_property
     def parameters(self) -> int:

@@ -39,11 +39,11 @@ from ...recipes.handlers import Recipe, resolve
 from ...words import listed
 from ..compare.measuring import Collectives, Traffic
 from . import step_trace
-from .estimates import BASELINES, Workload
+from .estimates import BASELINE_DTYPES, Workload
 from .model_shapes import ModelShape
 from .step_trace import ACTIVATIONS, GRADIENTS, Bytes, Regions
 
-REPLICATE, SHARD, TENSOR = DIMENSIONS = ("replicate", "shard", "tp")
+REPLICATE, SHARD, TENSOR_PARALLEL = DIMENSIONS = ("replicate", "shard", "tp")
 """Mesh dimensions in order: replicas (DDP, with the second HSDP), shards (FSDP2), parts of
 layers."""
 FEW = 4
@@ -67,15 +67,15 @@ class RankTraining:
         names = mesh.mesh_dim_names
         if checkpointing:
             step_trace.enable_checkpointing(model)
-        if TENSOR in names:
-            _share_layers(model, mesh[TENSOR])
+        if TENSOR_PARALLEL in names:
+            _share_layers(model, mesh[TENSOR_PARALLEL])
         if recipe is not None:
             recipe = step_trace.traced_recipe(model, recipe)
             preparation.prepare(model, None, recipe)
         step_trace.run_in_autocast(model, autocast)
         self.ddp = None
         if SHARD in names:
-            _shard(model, mesh[tuple(name for name in names if name != TENSOR)], autocast)
+            _shard(model, mesh[tuple(name for name in names if name != TENSOR_PARALLEL)], autocast)
         elif REPLICATE in names:
             self.ddp = DistributedDataParallel(
                 model, process_group=mesh.get_group(REPLICATE), init_sync=False
@@ -187,7 +187,7 @@ def simulate(workload: Workload, backend: str | Recipe, mesh: Mapping[str, int])
             "a process group is running, and a simulation takes its place: simulate in another "
             "process, or after torch.distributed.destroy_process_group()"
         )
-    recipe = None if name in BASELINES else resolve(backend)
+    recipe = None if name in BASELINE_DTYPES else resolve(backend)
     shape = workload.model
     is_ddp = SHARD not in sizes and REPLICATE in sizes
     if is_ddp or shape.layers <= FEW + 1 or not shape.grows_evenly:
@@ -222,7 +222,7 @@ def _trace(
     workload: Workload, shape: ModelShape, recipe: Recipe | None, name: str, sizes: dict[str, int]
 ) -> Simulation:
     dtype = torch.float32 if workload.weights == "fp32" else torch.bfloat16
-    autocast = BASELINES[name if recipe is None else recipe.autocast_dtype]
+    autocast = BASELINE_DTYPES[name if recipe is None else recipe.autocast_dtype]
     with (
         _fake_ranks(sizes) as mesh,
         step_trace.on_fake_tensors(lambda: shape.make_model(dtype)) as (model, tracker),
@@ -242,7 +242,7 @@ def _trace(
         step_trace.create_states(tracker, model, training.optimizer)
         _reduce_without_values(training.ddp)
         # the first step orders DDP's buckets, and tells DTensors the shapes of results
-        for is_last in (False, True) if training.ddp or TENSOR in sizes else (True,):
+        for is_last in (False, True) if training.ddp or TENSOR_PARALLEL in sizes else (True,):
             if is_last and training.ddp:
                 with _RealIndices():
                     training.ddp.reducer._rebuild_buckets()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...compute.rates import (
-    BF16,
+    BF16_PRODUCT,
     H200,
     Rates,
     casts_of,
@@ -24,7 +24,7 @@ from ...compute.rates import (
 )
 from ...recipes.handlers import Recipe
 
-PARTS = ("products", "casts", "attention", "other", "optimizer", "wire", "offload", "host")
+TIMED = ("products", "casts", "attention", "other", "optimizer", "wire", "offload", "host")
 """`other`: norms, activations, embedding and loss. `offload`: waiting for PCIe and steps in the
 host. `host`: waiting for Python in eager code."""
 DEVICES_OF_A_MACHINE = 8
@@ -118,12 +118,12 @@ def parts_of(
     casts = casts_of(compute, scaling, compiled)
     flows = work.flows
     launch = constant("launch")
-    seconds = dict.fromkeys(PARTS, 0.0)
+    seconds = dict.fromkeys(TIMED, 0.0)
     linears = {False: 0.0, True: 0.0}
     cast_bytes = 0.0
     for (product, rows, k, n, in_fp8), count in work.products.items():
         m = rows * work.batch
-        kind = kinds[product] if in_fp8 else BF16
+        kind = kinds[product] if in_fp8 else BF16_PRODUCT
         shape = shape_of(product, m, k, n)
         seconds["products"] += count * product_seconds(kind, *shape, chip, sustained)
         if product == "fprop":

@@ -36,7 +36,7 @@ from ...evidence.auditing import count_flops, inner_tensors, residual_of, stored
 from ...kernels import quantize as quantization
 from ...kernels.adam import AdamSteps
 from ...kernels.backward import cross_entropy
-from ...kernels.triton_gate import PLAIN
+from ...kernels.triton_gate import PLAIN_TYPES
 from ...preparation import optimizer_steps
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates
@@ -134,7 +134,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._change(key, storage._replace(part=part))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not set(PLAIN).issuperset(types):
+        if not set(PLAIN_TYPES).issuperset(types):
             return NotImplemented  # a wrapper subclass dispatches to its inner tensors first
         if func is torch.ops.aten._local_scalar_dense.default:
             self._answers += 1

@@ -21,7 +21,7 @@ def test_sum_uses_vector_accesses(dtype, widest, tmp_path):
     code = compiled(
         kernels.accumulate_kernel,
         signature,
-        {"BLOCK": kernels.ADDED},
+        {"BLOCK": kernels.ADDED_AT_ONCE},
         tmp_path,
         num_warps=kernels.ADDING_WARPS,
     )

@@ -22,15 +22,17 @@ NUMBERS = {
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 def test_row_loss_machine_code(dtype, is_smooth, tmp_path):
     signature = {"x_ptr": dtype, "gradient_ptr": dtype, **POINTERS, **NUMBERS}
-    block = triton_backward.SMOOTH_BLOCK if is_smooth else triton_backward.BLOCK
+    block = triton_backward.SMOOTH_BLOCK if is_smooth else triton_backward.LOGITS_BLOCK
     constants = {"IS_SMOOTH": is_smooth, "BLOCK": block}
     code = compiled(
         triton_backward.cross_entropy_kernel,
         signature,
         constants,
         tmp_path,
-        num_warps=triton_backward.WARPS,
+        num_warps=triton_backward.LOGITS_WARPS,
     )
     assert code.stack == 0, "registers are spilled"
     assert max(code.widths("ld")) == max(code.widths("st")) == 128
-    assert 65_536 // (-(-code.registers // 8) * 8 * 32 * triton_backward.WARPS) >= 2, code.registers
+    assert 65_536 // (-(-code.registers // 8) * 8 * 32 * triton_backward.LOGITS_WARPS) >= 2, (
+        code.registers
+    )

@@ -46,7 +46,11 @@ def test_packing_machine_code(dtype, tmp_path):
         **OF_VALUES,
     }
     code = compiled(
-        triton_messages.pack_kernel, PACK, constants, tmp_path, num_warps=triton_messages.WARPS
+        triton_messages.pack_kernel,
+        PACK,
+        constants,
+        tmp_path,
+        num_warps=triton_messages.MESSAGE_WARPS,
     )
     is_wide(code)
     assert "cvt.rn.satfinite.e4m3x2" in code.ptx
@@ -62,7 +66,7 @@ def test_summing_machine_code(out, encoded, tmp_path):
             signature,
             constants,
             tmp_path,
-            num_warps=triton_messages.WARPS,
+            num_warps=triton_messages.MESSAGE_WARPS,
         )
     )
 
@@ -76,6 +80,6 @@ def test_unpacking_machine_code(dtype, codes, tmp_path):
             UNPACK,
             constants,
             tmp_path,
-            num_warps=triton_messages.WARPS,
+            num_warps=triton_messages.MESSAGE_WARPS,
         )
     )

@@ -66,7 +66,9 @@ def test_accumulated_gradients_match_plain_operations(dtype, factor, monkeypatch
 
 
 @DTYPES
-@pytest.mark.parametrize("numel", [1, 5, triton_backward.ADDED, 3 * triton_backward.ADDED + 17])
+@pytest.mark.parametrize(
+    "numel", [1, 5, triton_backward.ADDED_AT_ONCE, 3 * triton_backward.ADDED_AT_ONCE + 17]
+)
 def test_sum_matches_plain_operations(dtype, numel):
     codes = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 100).to(
         E4M3.dtype

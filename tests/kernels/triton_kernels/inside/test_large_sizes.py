@@ -42,7 +42,7 @@ def test_amax_beyond_2_31_elements(programs):
 
 def test_sum_of_messages_stays_in_bounds(programs):
     """Run a program with blocks from 2**31 elements on."""
-    blocks = 2**31 // triton_messages.BLOCK
+    blocks = 2**31 // triton_messages.MESSAGE_BLOCK
     programs(blocks // triton_messages.TILE, blocks)
     received, own, columns = (
         torch.zeros(1, blocks + 8192, dtype=torch.uint8),

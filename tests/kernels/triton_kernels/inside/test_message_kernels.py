@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8_backends.kernels import messages, triton_messages
-from fp8_backends.kernels.layouts import BLOCK, Part
+from fp8_backends.kernels.layouts import MESSAGE_BLOCK, Part
 from fp8_backends.kernels.triton_messages import tables
 
 
@@ -25,7 +25,7 @@ def test_rows_of_any_length_are_encoded(dtype, rows, kept, columns):
     cases.check_encode(triton_messages, dtype, rows, columns, kept)
 
 
-@pytest.mark.parametrize("columns", [BLOCK, 5001])
+@pytest.mark.parametrize("columns", [MESSAGE_BLOCK, 5001])
 @pytest.mark.parametrize(
     "ranks, dtype", [*((ranks, dtype) for ranks in (1, 3) for dtype in cases.DTYPES)]
 )
@@ -57,11 +57,12 @@ def test_codes_and_scales_round_trip(columns):
 
 def test_gradients_of_several_dtypes_share_a_bucket():
     of = [
-        Part(cases.values(300, dtype, seed), 3 * BLOCK * seed)
+        Part(cases.values(300, dtype, seed), 3 * MESSAGE_BLOCK * seed)
         for seed, dtype in enumerate(cases.DTYPES)
     ]
     made, expected = (
-        passes.pack(of, 2, 5 * BLOCK, 0, True) for passes in (triton_messages, cases.reference)
+        passes.pack(of, 2, 5 * MESSAGE_BLOCK, 0, True)
+        for passes in (triton_messages, cases.reference)
     )
     assert cases.same_messages(made[0], expected[0]) and cases.same(made[1], expected[1])
 
@@ -72,10 +73,10 @@ def test_each_tile_finds_its_gradient(count):
     of, start = [], 0
     for index in range(count):
         of.append(Part(torch.full((5000 if index % 2 else 100,), index + 1.0), start))
-        start += -(-of[-1].values.numel() // BLOCK) * BLOCK
-    (table,) = tables(of, triton_messages.TILE, start // BLOCK)
+        start += -(-of[-1].values.numel() // MESSAGE_BLOCK) * MESSAGE_BLOCK
+    (table,) = tables(of, triton_messages.TILE, start // MESSAGE_BLOCK)
     assert table.tiles == sum(
-        -(-part.values.numel() // (triton_messages.TILE * BLOCK)) for part in of
+        -(-part.values.numel() // (triton_messages.TILE * MESSAGE_BLOCK)) for part in of
     )
     back = [Part(torch.empty_like(part.values), part.start) for part in of]
     sent, _ = triton_messages.pack(of, 1, start, 0, True)
@@ -97,14 +98,14 @@ def test_dispatch_reaches_the_kernels(monkeypatch):
         lambda kernel, *a, **k: launches.append(original(kernel, *a, **k)),
     )
     own_rank, arrived, odd = 1, cases.received(3, 1000), cases.parts(torch.bfloat16, 0)
-    even = [Part(torch.ones(6 * BLOCK), index * 6 * BLOCK) for index in range(4)]
+    even = [Part(torch.ones(6 * MESSAGE_BLOCK), index * 6 * MESSAGE_BLOCK) for index in range(4)]
     calls = [
-        (1, lambda: messages.pack(even, 2, 12 * BLOCK, own_rank)),
+        (1, lambda: messages.pack(even, 2, 12 * MESSAGE_BLOCK, own_rank)),
         (2, lambda: messages.pack(odd, 2, 3072, own_rank)),
         (1, lambda: messages.encode(torch.ones(3, 1000))),
         (1, lambda: messages.reduce(arrived, torch.ones(1000), own_rank, 3)),
         (1, lambda: messages.reduce_values(arrived, torch.ones(1000), own_rank, torch.empty(1000))),
-        (1, lambda: messages.unpack(cases.received(2, 12 * BLOCK), even)),
+        (1, lambda: messages.unpack(cases.received(2, 12 * MESSAGE_BLOCK), even)),
         (1, lambda: messages.decode(arrived)),
     ]
     for expected, call in calls:
