@@ -1126,19 +1126,19 @@ def choices(records: Records) -> str:
             "6 bytes a weight in place of 16; slower without FP8 units",
         ],
         [
+            "all of an 8B, one card of 24 GB",
+            quoted("msamp:O4"),
+            "estimated 14 GiB, host 28 GB: ``--fp8_offload states --fp8_gradient_release true``",
+        ],
+        [
             "LoRA over a frozen base",
             quoted(FASTEST),
-            "with ``--fp8_params true`` the base takes half of bf16's memory",
+            "with ``--fp8_params true`` half of bf16's memory; FP8 files keep their codes",
         ],
         [
-            "DDP, FSDP2, ZeRO-1 and 2",
+            "DDP, FSDP2, ZeRO",
             "any",
-            "correct in tests over CPU processes; speed not measured",
-        ],
-        [
-            "ZeRO-3",
-            quoted(FASTEST),
-            "or ``ao``, ``te``; not ``msamp``",
+            "correct in tests over CPU processes, ``msamp`` not by ZeRO-3; speed not measured",
         ],
         [
             "a laptop: does FP8 harm the loss?",
