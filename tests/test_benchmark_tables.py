@@ -46,7 +46,7 @@ def test_documents_show_measured_figures():
     of_readme = {name: made.pop(name) for name in ("headline", "summary", "choices")}
     assert readme == of_readme
     shown = [{name: text for name, text in page.items() if name in made} for page in pages]
-    in_pages = (("models", "cards", "llmq"), ("published",))
+    in_pages = (("models", "cards", "llmq", "offloaded"), ("published",))
     assert shown == [{name: made.pop(name) for name in names} for names in in_pages]
     assert measurements == made
 

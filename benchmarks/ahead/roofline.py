@@ -63,13 +63,19 @@ def of_product(product: Product) -> float:
     shape = product.m, product.k, product.n
     if "float8" not in product.dtype:
         slower = {"bfloat16": 1, "float16": 1, "float32": 16}[product.dtype]
-        return slower * rates.seconds(rates.BF16, *shape) + BETWEEN_KERNELS
+        return slower * rates.seconds(rates.BF16_PRODUCT, *shape) + BETWEEN_KERNELS
     kind = (
-        rates.ROWWISE if product.rowwise else rates.FAST if product.fast_accumulation else rates.FP8
+        rates.ROW_SCALED_PRODUCT
+        if product.rowwise
+        else rates.FAST
+        if product.fast_accumulation
+        else rates.FP8_PRODUCT
     )
     seconds = rates.seconds(kind, *shape)
     if product.out_dtype == "float32":
-        seconds += rates.seconds(rates.FP32_RESULT, *shape) - rates.seconds(rates.FP8, *shape)
+        seconds += rates.seconds(rates.FP32_RESULT, *shape) - rates.seconds(
+            rates.FP8_PRODUCT, *shape
+        )
     return seconds + BETWEEN_KERNELS
 
 

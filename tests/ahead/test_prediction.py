@@ -110,7 +110,7 @@ def test_package_has_the_fitted_curves():
 
 
 def test_rate_curves_predict_shapes_left_out_of_the_fit():
-    for kind in rates.KINDS:
+    for kind in rates.PRODUCT_KINDS:
         errors = rates.left_out(kind).values()
         assert len(errors) == 22 and rates.median(errors) < 0.04, kind
         assert max(map(abs, errors)) < 0.27, kind
@@ -146,14 +146,19 @@ def test_fp32_results_and_row_scales_have_rates_of_their_own():
         for kind, points in rates.measured().items()
     }
     found = {
-        rates.BF16: seconds(dtype="bfloat16"),
+        rates.BF16_PRODUCT: seconds(dtype="bfloat16"),
         rates.FAST: seconds(fast_accumulation=True),
-        rates.FP8: seconds(),
+        rates.FP8_PRODUCT: seconds(),
         rates.FP32_RESULT: seconds(out_dtype="float32"),
-        rates.ROWWISE: seconds(fast_accumulation=True, rowwise=True),
+        rates.ROW_SCALED_PRODUCT: seconds(fast_accumulation=True, rowwise=True),
     }
     assert found == {kind: pytest.approx(value, rel=0.06) for kind, value in measured.items()}
-    assert found[rates.FP32_RESULT] > found[rates.FP8] > found[rates.FAST] > found[rates.ROWWISE]
+    assert (
+        found[rates.FP32_RESULT]
+        > found[rates.FP8_PRODUCT]
+        > found[rates.FAST]
+        > found[rates.ROW_SCALED_PRODUCT]
+    )
 
 
 def test_optimizer_cost_follows_stored_bytes():

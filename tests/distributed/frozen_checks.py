@@ -31,6 +31,7 @@ from fp8_backends.tensors.block_codes import (
     MODELOPT_NVFP4,
     PACKED_MXFP4,
     PACKED_NVFP4,
+    RAW_CODES,
     SQUARE_CODES,
     TENSOR_CODES,
     BlockCodes,
@@ -48,6 +49,7 @@ FORMATS = {
     "fp8_params by rows": (None, "native:rowwise", True),
     "E4M3 in squares": (SQUARE_CODES, "native:blockwise", True),
     "E4M3 with one scale": (TENSOR_CODES, "native:dynamic", False),
+    "raw E4M3": (RAW_CODES[E4M3.dtype], "native:dynamic", False),
     "NVFP4": (PACKED_NVFP4, "native:dynamic", False),
     "NVFP4 of ModelOpt": (MODELOPT_NVFP4, "native:rowwise", False),
     "MXFP4": (PACKED_MXFP4, "native:mxfp8", False),
@@ -63,6 +65,8 @@ def codes_of(values: torch.Tensor, layout: CodeLayout) -> BlockCodes:
     if layout is TENSOR_CODES:
         codes = (values * 1000).clamp(-448, 448).to(E4M3.dtype)
         return BlockCodes((codes, torch.tensor(1.3e-3)), values.dtype, layout)
+    if layout is RAW_CODES[E4M3.dtype]:
+        return BlockCodes.of_raw(values.to(E4M3.dtype))
     if layout is MODELOPT_NVFP4:
         codes, scales, scale = BlockCodes.encoded(values, PACKED_NVFP4).parts
         return BlockCodes((codes, scales, scale.reciprocal().view(())), values.dtype, layout)
@@ -183,7 +187,7 @@ def check_training_matches_whole_codes_bitwise():
                 ("up", "down"), STEPS
             )
         plain = train(*dequantized(name))
-        if layout not in (None, SQUARE_CODES):
+        if layout not in (None, SQUARE_CODES, RAW_CODES[E4M3.dtype]):
             assert losses == plain, name
         gaps = [abs(a / b - 1) for a, b in zip(losses, plain, strict=True)]
         assert max(gaps) < 0.02 and losses[-1] < 0.9 * losses[0], (name, gaps, losses)

@@ -92,6 +92,7 @@ def test_json_holds_the_same_in_bytes(config, capsys):
     )
     assert found["settings"] == {
         "batch": 2,
+        "microbatches": 1,
         "sequence": 256,
         "checkpointing": False,
         "weights": "fp32",
