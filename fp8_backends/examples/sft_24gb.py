@@ -61,6 +61,7 @@ def main(args: argparse.Namespace) -> None:
         logging_steps=1,
         save_strategy="no",
         report_to=[],
+        disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),  # else TRL's bf16=True is refused without a GPU
     )
     dataset = Dataset.from_dict({"input_ids": sequences.tolist()})
