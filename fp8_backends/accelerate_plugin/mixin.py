@@ -33,7 +33,7 @@ from ..rules import Setup, preconditions
 from ..rules.validate import Finding, findings
 from ..states import levels, original
 from ..states.checkpoint import unread_states, whole_states
-from ..torch_tools.modules import has_ranks, trains_by_adapters
+from ..torch_tools.modules import has_ranks, is_trained
 from ..torch_tools.optimizers import parameter_ids, steps_of
 from . import checkpoints, engines
 from .callers import log_by_trainer, running_trainer
@@ -312,12 +312,7 @@ class FP8Mixin(_RunTimeClass):
             models = list(self._models)
             if not self.is_fsdp2:
                 trained = parameter_ids(optimizer)
-                models = [
-                    model
-                    for model in models
-                    if any(id(p) in trained for p in model.parameters())
-                    or trains_by_adapters(model, trained)
-                ]
+                models = [model for model in models if is_trained(model, trained)]
             if models:
                 optimizer_steps.watch_optimizer(
                     models, optimizer, self.fp8_recipe, self.fp8_log_sample

@@ -8,8 +8,8 @@
 
 No value is added in FP8, and each is rounded twice for any N; the owner does not round its own
 contribution. (A ring rounds N times: 0.12 to 0.30 relative L2 error at 32 ranks, against 0.037.) A
-block of `MESSAGE_BLOCK` elements has a scale, a power of two, as rows of a gradient may differ by more than
-E4M3's range; NaN for a block with an inf or a NaN.
+block of `MESSAGE_BLOCK` elements has a scale, a power of two, as rows of a gradient may differ by
+more than E4M3's range; NaN for a block with an inf or a NaN.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,8 @@ class Reduced(NamedTuple):
     codes: torch.Tensor
     """E4M3, [numel]."""
     scale_inv: torch.Tensor
-    """FP32, [ceil(numel / BLOCK)]; a power of two, or NaN for a block with a non-finite value."""
+    """FP32, [ceil(numel / MESSAGE_BLOCK)]; a power of two, or NaN for a block with a non-finite
+    value."""
 
     def values(self) -> torch.Tensor:
         """FP32, [numel]."""

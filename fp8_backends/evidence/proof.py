@@ -27,7 +27,7 @@ from ..errors import FP8BackendError
 from ..recipes.fields import KEPT_IN_BF16
 from ..recipes.handlers import Recipe
 from ..torch_tools.backward_end import inside_backward
-from ..torch_tools.modules import EagerHook, is_traced, plain_name, trains_by_adapters
+from ..torch_tools.modules import EagerHook, is_traced, is_trained, plain_name
 from ..torch_tools.optimizers import parameter_ids, unwrapped
 from .auditing import Flops, count_flops, count_products, stored_dtype
 
@@ -48,11 +48,7 @@ def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None
     roots = conversion.prepared_roots(*models)
     held = parameter_ids(optimizer)
     # sharding may have swapped all parameters; then every model counts
-    trained = [
-        root
-        for root in roots
-        if any(id(p) in held for p in root[1].parameters()) or trains_by_adapters(root[1], held)
-    ] or roots
+    trained = [root for root in roots if is_trained(root[1], held)] or roots
     new = [root for root in trained if optimizer not in root[2].observed.optimizers()]
     for _, _, prepared in new:
         prepared.observed.watch(optimizer)

@@ -44,7 +44,8 @@ class Part(NamedTuple):
     values: torch.Tensor
     """[numel], contiguous; FP32, bf16, fp16 or any dtype that casts to FP32."""
     start: int
-    """Index in the flattened rows, a multiple of BLOCK. The last block may be incomplete."""
+    """Index in the flattened rows, a multiple of MESSAGE_BLOCK. The last block may be
+    incomplete."""
     scale_inv: torch.Tensor | None = None
     """Factor of the values: FP32, 0-dim."""
 

@@ -3,7 +3,7 @@ scales.
 
 Values form a matrix with one row for each rank, and a message is a row of it:
 
-    row of `columns` values  ──►  columns codes | ceil(columns / BLOCK) exponents          129 bytes for 128 values
+    row of `columns` values  ──►  columns codes | ceil(columns / MESSAGE_BLOCK) exponents  129 bytes for 128 values
 
 PyTorch operations process chunks that stay in a CPU core's cache; on a GPU the function of the same
 name in `triton_messages.py` gives the same bits in one pass over memory. Codes are decoded with
@@ -43,12 +43,12 @@ def _with_kernel(function: Callable) -> Callable:
 def pack(
     parts: Sequence[Part], rows: int, columns: int, rank: int, rounded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return messages for all ranks, uint8 [rows, columns + columns / BLOCK], and the own row, FP32
-    [columns].
+    """Return messages for all ranks, uint8 [rows, columns + columns / MESSAGE_BLOCK], and the own
+    row, FP32 [columns].
 
     Args:
         parts: at least one, on one device, ordered by start.
-        columns: values in a row, a multiple of BLOCK. Rows stand for ranks.
+        columns: values in a row, a multiple of MESSAGE_BLOCK. Rows stand for ranks.
         rank: row of this rank. Its message is written only if `rounded`.
         rounded: round the own row as if it had been sent.
     """
@@ -126,7 +126,7 @@ def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
 @_with_kernel
 def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split messages, uint8, into (E4M3 codes [rows, columns], FP32 scale_inv [rows, ceil(columns /
-    BLOCK)])."""
+    MESSAGE_BLOCK)])."""
     columns = columns_of(messages)
     codes = messages.narrow(1, 0, columns).clone(memory_format=torch.contiguous_format)
     return codes.view(E4M3.dtype), scales_of(
@@ -136,7 +136,7 @@ def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @_with_kernel
 def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-    """Return the FP32 values of codes, [numel], with a scale for each BLOCK of them."""
+    """Return the FP32 values of codes, [numel], with a scale for each MESSAGE_BLOCK of them."""
     values = torch.empty(1, codes.numel(), dtype=torch.float32, device=codes.device)
     for _, first, last in _chunks(values, 1, codes.numel()):
         scales = scale_inv[first // MESSAGE_BLOCK : -(-last // MESSAGE_BLOCK)]
@@ -157,8 +157,8 @@ def _scratch(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 def _chunks(
     result: torch.Tensor, rows: int, columns: int, length: int | None = None
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, first column, end) of chunks that begin at a multiple of BLOCK; none of a result
-    without values."""
+    """Yield (row, first column, end) of chunks that begin at a multiple of MESSAGE_BLOCK; none of a
+    result without values."""
     if is_fake(result):
         return
     length = length or CHUNK

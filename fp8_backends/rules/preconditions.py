@@ -20,7 +20,7 @@ from ..evidence import proof
 from ..recipes.handlers import Recipe
 from ..states import levels, optimizers, original
 from ..tensors.sharded_tensor import is_distributed
-from ..torch_tools.modules import has_ranks, plain_name, trains_by_adapters
+from ..torch_tools.modules import has_ranks, is_trained, plain_name
 from ..torch_tools.optimizers import parameters_of, unwrapped
 from ..words import listed
 
@@ -106,7 +106,13 @@ def check_trains(
             recipe.name,
         )
     held = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
-    message = _offloaded_in_training(models) or _unknown_to(held, models)
+    message = _offloaded_in_training(models)
+    if message is None and not any(is_trained(model, held) for model in models):
+        kinds = dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models)
+        message = (
+            f"the optimizer holds no parameter of the prepared model ({', '.join(kinds)}), so the "
+            "model would not train: make it from this model's parameters()"
+        )
     if message is None and has_ranks():
         message = _shared_after(held, models)
     if message is not None:
@@ -127,18 +133,6 @@ def _offloaded_in_training(models: list[nn.Module]) -> str | None:
                     "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
                 )
     return None
-
-
-def _unknown_to(held: dict[int, torch.Tensor], models: list[nn.Module]) -> str | None:
-    if any(id(parameter) in held for model in models for parameter in model.parameters()):
-        return None
-    if any(trains_by_adapters(model, held) for model in models):
-        return None
-    names = ", ".join(dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models))
-    return (
-        f"the optimizer holds no parameter of the prepared model ({names}), so the model would not "
-        "train: make it from this model's parameters()"
-    )
 
 
 def _shared_after(held: dict[int, torch.Tensor], models: list[nn.Module]) -> str | None:

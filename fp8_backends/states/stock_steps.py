@@ -1,9 +1,9 @@
 """SGD, Muon and Adafactor over scaled weights, gradients and states: steps of a stock class on
 plain FP32 tensors.
 
-A twin of the stock optimizer steps FP32 copies, at most `STEPPED_AT_ONCE` elements at a time or one parameter
-if its step needs all of it, and the results are rounded to their storage, with scales from their
-amaxes. Under FSDP2 such a parameter is gathered, and each rank keeps its rows. Plain FP32
+A twin of the stock optimizer steps FP32 copies, at most `STEPPED_AT_ONCE` elements at a time or one
+parameter if its step needs all of it, and the results are rounded to their storage, with scales
+from their amaxes. Under FSDP2 such a parameter is gathered, and each rank keeps its rows. Plain FP32
 parameters with FP32 states are stepped in place.
 """
 
@@ -246,8 +246,8 @@ def _keep(state: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _batches(views: Sequence[LocalView]) -> Iterator[list[LocalView]]:
-    """Yield parameters of one group, in order, with at most `STEPPED_AT_ONCE` elements together, or a single
-    larger one."""
+    """Yield parameters of one group, in order, with at most `STEPPED_AT_ONCE` elements together, or
+    a single larger one."""
     batch, size = [], 0
     for view in views:
         numel = view.parameter.numel()  # of the whole: all ranks make the same batches
@@ -265,8 +265,8 @@ _Values = dict[str, torch.Tensor]
 
 
 class _Batch:
-    """Step parameters of a group in the three parts of `AdamSteps`. One of more than `STEPPED_AT_ONCE`
-    elements runs twice."""
+    """Step parameters of a group in the three parts of `AdamSteps`. One of more than
+    `STEPPED_AT_ONCE` elements runs twice."""
 
     def __init__(self, optimizer: StockSteps, views: Sequence[LocalView]) -> None:
         self._optimizer, self._group = optimizer, views[0].group

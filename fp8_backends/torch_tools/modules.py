@@ -193,8 +193,11 @@ def is_adapter(module: Any) -> bool:
     return any(getattr(forward, "__self__", None) is not module for forward in held)
 
 
-def trains_by_adapters(model: nn.Module, held: Collection[int]) -> bool:
-    """Return True if a Parameter of adapters over the model's modules is among these identities."""
+def is_trained(model: nn.Module, held: Collection[int]) -> bool:
+    """Return True if a Parameter of the model, or of adapters over its modules, is among these
+    identities."""
+    if any(id(parameter) in held for parameter in model.parameters()):
+        return True
     replaced = (module for module in model.modules() if "forward" in module.__dict__)
     adapters = (adapter for module in replaced for adapter in adapters_over(module))
     return any(id(parameter) in held for each in adapters for parameter in each.parameters())

@@ -83,10 +83,9 @@ class NativeCompute(Compute):
 
     def unfit(self, linear: nn.Linear, recipe: Recipe) -> str | None:
         blocks = RULES[recipe.scaling].weight_blocks
-        is_raw = linear.weight.dtype in RAW_CODES and recipe.level == "O0"
-        if not is_raw or type(linear) is not nn.Linear:
-            if reason := super().unfit(linear, recipe):
-                return reason
+        is_raw = linear.weight.dtype in RAW_CODES and type(linear) is nn.Linear
+        if not (is_raw and recipe.level == "O0") and (reason := super().unfit(linear, recipe)):
+            return reason
         return parallel("cut_obstacle", linear, linear.weight, blocks)
 
     def new_shared(self, root: nn.Module, recipe: Recipe) -> SharedCodes:
