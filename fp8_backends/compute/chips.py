@@ -377,6 +377,11 @@ CARDS = {**SOLD, **{chip.key: Product(chip.key, chip.gpu) for chip in CHIPS}}
 """All names for chips, in lower case."""
 
 
+def products_with_rates() -> list[str]:
+    """Return the names of products whose limits are published."""
+    return [name for name, product in SOLD.items() if product.rates is not None]
+
+
 def product_named(name: str) -> Product:
     """Return the chip of a product such as "h100", or of a key of CHIPS. Raises `RecipeError` with
     the nearest name."""

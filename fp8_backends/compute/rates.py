@@ -180,6 +180,29 @@ TOKENS = 8192
 """Tokens at a time, where a step is unknown."""
 
 
+class Seconds(NamedTuple):
+    """Of a compiled Linear, forward and backward, its weight's update left out."""
+
+    bf16: float
+    fp8: float
+
+
+def linear_seconds(
+    size: tuple[int, int], compute: str, scaling: str, chip: Rates, tokens: float = TOKENS
+) -> Seconds:
+    """Return the seconds of a Linear, (in, out), in bf16, and in FP8 with its casts."""
+    k, n = size
+    casts = casts_of(compute, scaling, True)
+    kinds = kinds_of(compute, scaling)
+    shapes = {product: shape_of(product, tokens, k, n) for product in kinds}
+    bf16 = memory_seconds(12 * k * n, chip)
+    bf16 += sum(product_seconds(BF16_PRODUCT, *shape, chip) for shape in shapes.values())
+    fp8 = memory_seconds(casts.bytes * (tokens * (k + n) + 2 * k * n), chip)
+    fp8 += sum(product_seconds(kinds[product], *shape, chip) for product, shape in shapes.items())
+    fp8 += casts.launches * constant("compiled launches") * constant("launch")
+    return Seconds(bf16, fp8)
+
+
 def linear_gain(
     sizes: Iterable[tuple[int, int]],
     compute: str,
@@ -189,20 +212,8 @@ def linear_gain(
 ) -> float:
     """Return the speed of compiled Linears, (in, out) each, in FP8 over bf16, forward and
     backward."""
-    casts = casts_of(compute, scaling, True)
-    kinds = kinds_of(compute, scaling)
-    bf16 = fp8 = 0.0
-    for k, n in sizes:
-        shapes = {product: shape_of(product, tokens, k, n) for product in kinds}
-        bf16 += sum(
-            product_seconds(BF16_PRODUCT, *shape, chip) for shape in shapes.values()
-        ) + memory_seconds(12 * k * n, chip)
-        fp8 += sum(
-            product_seconds(kinds[product], *shape, chip) for product, shape in shapes.items()
-        )
-        fp8 += memory_seconds(casts.bytes * (tokens * (k + n) + 2 * k * n), chip)
-        fp8 += casts.launches * constant("compiled launches") * constant("launch")
-    return bf16 / fp8
+    seconds = [linear_seconds(size, compute, scaling, chip, tokens) for size in sizes]
+    return sum(each.bf16 for each in seconds) / sum(each.fp8 for each in seconds)
 
 
 def pays_from(compute: str, scaling: str, chip: Rates, tokens: int = TOKENS) -> str:

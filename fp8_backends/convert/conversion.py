@@ -325,7 +325,7 @@ class LayerFilter:
 
     def assign_recipes(self, weights: list[Found]) -> None:
         """Give each weight its recipe. A pattern without any other layer overrides default
-        exclusions."""
+        exclusions. Layers that the recipe names stay in FP8, small or not."""
         for weight in weights:
             weight.recipe = self.recipe
         blocks = _block_names(weights) if self.layers else []
@@ -342,6 +342,14 @@ class LayerFilter:
                 weight.product.recipe = KEPT_IN_BF16 if isinstance(word, int) else word
                 weight.recipe = self.recipe.by_backend.get(weight.product.recipe)
                 weight.default_exclusion = None if named else weight.default_exclusion
+        if small_layers := features.wanted("small_layers", self.recipe):
+            unnamed = [
+                weight
+                for weight in weights
+                if not weight.product.recipe
+                and not any(_matches(pattern, weight.product) for pattern in self.added)
+            ]
+            small_layers.keep_in_bf16(unnamed, self.recipe)
 
     def exclusion(self, weight: Found) -> str | None:
         product = weight.product

@@ -13,6 +13,7 @@ from ..recipes.handlers import Recipe
 
 MODULES = {
     "fused_head": "fp8_backends.convert.fused_head",
+    "small_layers": "fp8_backends.convert.small_layers",
     "saved_activations": "fp8_backends.convert.saved_activations",
     "schedule": "fp8_backends.watch.schedule",
     "guard": "fp8_backends.watch.guard",

@@ -101,7 +101,8 @@ class WeightProduct:
     aliases: tuple[str, ...] = ()
     """Further names of a shared module."""
     recipe: str = ""
-    """Its word in `layers` of the recipe, such as "native:mxfp8" or "bf16"; empty without one."""
+    """Its word in `layers` of the recipe, such as "native:mxfp8" or "bf16", which a small layer has
+    by `small_layers`; empty without one."""
 
     @property
     def sizes(self) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..compute import registry
+from ..compute.chips import products_with_rates
 from ..compute.counts import FPROP, KINDS
 from ..compute.fields import (
     DEFAULT_LEVEL,
@@ -239,6 +240,12 @@ class CommonFields(KwargsHandler):
         text
     *.down_proj=native:mxfp8, first=1. first and last keep so many numbered blocks in bf16 (the
     dtype of autocast). A pattern for nothing but heads, routers or adapters converts them."""
+    small_layers: str = setting(
+        "fp8", one_of("fp8", KEPT_IN_BF16, *products_with_rates()), is_feature=True
+    )
+    """Precision of Linears predicted to be slower in FP8, with casts, than in bf16, compiled and at
+    8,192 tokens: bf16 decides for this machine's chip, a chip's name for that one. Layers named by
+    layers, or by + in include, stay in FP8."""
     schedule: str | Mapping[Any, str | int] | None = setting(None, _schedule, is_feature=True)
     """Recipes of later optimizer steps, from a step or a share of training on: {0.9: "bf16"}, or
     for a warm-up in bf16 {0: "bf16", 100: "native:dynamic"}. A share needs the number of all steps:

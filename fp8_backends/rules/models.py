@@ -5,7 +5,7 @@ Source of the least share: Accelerate's documentation of TransformerEngine.
 """
 
 from ..compute.frozen_weights import TRAINS
-from ..compute.rates import TOKENS, linear_gain
+from ..compute.rates import TOKENS, linear_gain, linear_seconds
 from ..convert import quantized_layers
 from ..recipes.handlers import Recipe
 from ..words import listed, share
@@ -23,6 +23,23 @@ def _gain(setup: Setup, least: float, end: float) -> str:
     largest = "{} -> {}".format(*max(setup.linear_sizes, key=lambda size: size[0] * size[1]))
     found = f"the largest is {largest}; {gain:.2f} times bf16's speed at {TOKENS:,} tokens"
     return found if least < gain <= end else ""
+
+
+def _faster_in_bf16(setup: Setup) -> str:
+    """Name the layers in FP8 that are predicted to be faster in bf16, if there are others."""
+    recipe, chip = setup.recipe, setup.machine.chip.rates
+    if chip is None:
+        return ""
+    sizes = setup.linear_sizes
+    seconds = [linear_seconds(size, recipe.compute, recipe.scaling, chip) for size in sizes]
+    small = [size for size, each in zip(sizes, seconds, strict=True) if each.bf16 <= each.fp8]
+    if len(small) in (0, len(sizes)):
+        return ""
+    saved = 1 - sum(map(min, seconds)) / sum(each.fp8 for each in seconds)
+    return (
+        f"{len(small)} of {len(sizes)}, such as {small[0][0]} -> {small[0][1]}; in bf16 they would "
+        f"save {100 * saved:.1f} % of the time of all at {TOKENS:,} tokens"
+    )
 
 
 def _unaligned(name: str, size: int | None, recipe: Recipe) -> str:
@@ -88,6 +105,12 @@ MODEL_RULES = (
         lambda s: _gain(s, 1, MODEST_GAIN),
         "the layers for FP8 are predicted to gain little, compiled, and the rest of a step nothing",
         "fp8-backends estimate times the whole step; or measure both on your machine",
+    ),
+    info(
+        "layers_faster_in_bf16",
+        _faster_in_bf16,
+        "these layers are predicted to be slower in FP8 than in bf16, even compiled",
+        'small_layers="bf16" keeps them in bf16',
     ),
     info(
         "layers_off_16",

@@ -15,6 +15,7 @@ from torch import nn
 
 FEATURES = {
     "convert.fused_head": {"fused_head": True},
+    "convert.small_layers": {"small_layers": "h200", "include": "+0"},
     "convert.saved_activations": {"saved_activations": "fp8"},
     "watch.schedule": {"schedule": {5: "bf16"}},
     "watch.guard": {"guard": "warn"},

@@ -300,6 +300,15 @@ CASES = [
         "2048 -> 2048; 1.14 times",
     ),
     (
+        "layers_faster_in_bf16",
+        ("native", {"model": Large(1).append(nn.Linear(2048, 512, device="meta"))}),
+        (
+            {"backend": "native", "small_layers": "h200"},
+            {"model": Large(1).append(nn.Linear(2048, 512, device="meta"))},
+        ),
+        "1 of 2, such as 2048 -> 512",
+    ),
+    (
         "layers_off_16",
         ("te", {"model": nn.Sequential(nn.Linear(64, 50), nn.Linear(64, 64))}),
         ("native", {"model": nn.Sequential(nn.Linear(64, 50), nn.Linear(64, 64))}),
