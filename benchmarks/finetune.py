@@ -250,7 +250,6 @@ def displacement(run: dict, reference: dict) -> dict[str, float]:
     steps. Only lost updates lower the second.
     """
     square = projected = along = 0.0
-    elements = still = 0
     for name, target in reference["_after"].items():
         if target.dim() == 2 and "embedding" not in name and "classifier" not in name:
             moved = run["_after"][name] - run["_before"][name]
@@ -258,12 +257,9 @@ def displacement(run: dict, reference: dict) -> dict[str, float]:
             square += moved.double().square().sum().item()
             along += wanted.double().square().sum().item()
             projected += (moved.double() * wanted.double()).sum().item()
-            still += (moved == 0).sum().item()
-            elements += moved.numel()
     return {
         "displacement": (square / along) ** 0.5,
         "displacement_along": projected / along,
-        "still_elements": still / elements,
     }
 
 
@@ -329,7 +325,7 @@ def record_of(arguments, folder: str | None, sizes: dict, data: Data, runs: list
     found = summaries(runs, reference, "lr")
     for row in found:
         own = [run for run in runs if (run["lr"], run["backend"]) == (row["lr"], row["backend"])]
-        for key in ("accuracy", "displacement", "displacement_along", "still_elements"):
+        for key in ("accuracy", "displacement", "displacement_along"):
             row[key] = statistics.fmean(run[key] for run in own)
         row["unmoved"] = sorted({name for run in own for name in run["unmoved"]})
     told = Namespace(**vars(arguments) | {"model": folder and Path(folder).name})

@@ -9,7 +9,6 @@ of tensors in the next one.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def main() -> None:
     )
     if arguments.worker:
         print(json.dumps(measure(arguments.worker, arguments.scalings, arguments.sequence)))
-        sys.exit()
+        return
     results = []
     with tempfile.TemporaryDirectory() as temporary:
         folders = [written(Path(temporary), name, arguments) for name in BASES]

@@ -178,11 +178,10 @@ def main() -> None:
         tensors=1,
         runs=9,
         eager=False,
-        no_peers=False,
     )
     size = arguments.elements, arguments.tensors, on
     steps = {COPY: copy_step(arguments.elements, on), FUSED: peer_step(FUSED, *size)}
-    steps |= {} if arguments.no_peers else peer_steps(*size)
+    steps |= peer_steps(*size)
     for level in arguments.levels.split(";"):
         steps[level] = scaled_step(level, *size, not arguments.eager)
     functions = {name: step.run for name, step in steps.items()}

@@ -295,23 +295,6 @@ def to_first(record: dict) -> list[dict]:
 OPTIONAL = ("saved_activations", "gradient_release")
 
 
-def of_engines(record: dict) -> list[dict]:
-    """Return the summaries with the bytes of a run; the gap is that of plain training without."""
-    stored = {(run["engine"], run["backend"]): run["bytes_per_element"] for run in record["runs"]}
-    return [
-        {
-            **each,
-            "gap": None if each["backend"] == plain(record).lower() else gap_of(each),
-            "stored": stored[each["engine"], each["backend"]],
-        }
-        for each in record["summaries"]
-    ]
-
-
-def gap_of(summary: dict) -> str:
-    return gap(summary["gap"], summary["half_width"])
-
-
 def but_plain(record: dict) -> list[dict]:
     return [each for each in record["summaries"] if each["backend"] != plain(record).lower()]
 
@@ -398,7 +381,7 @@ def of_models(record: dict) -> list[Column]:
     backends = dict.fromkeys(each["backend"] for each in record["results"])
     return [
         Column("model", "model"),
-        *(Column(code(name), name.replace(".", "")) for name in backends),
+        *(Column(code(name), name) for name in backends),
         Column("off", off),
         Column("learns", lambda row: yes(of["losses"][-1] < of["losses"][0] for of in row["of"])),
         Column("reloads", lambda row: yes(of["reloaded_equal"] for of in row["of"])),
@@ -639,12 +622,12 @@ TABLES: dict[str, Callable[[Records], str]] = {
         [
             BACKEND,
             Column("engine", "engine"),
-            Column("held-out loss", "loss", fixed(4)),
-            Column("gap to {plain}, nats", "gap"),
-            Column("bytes/element", "stored.total", fixed(2)),
+            LOSS,
+            GAP,
+            Column("bytes/element", "bytes_per_element.total", fixed(2)),
             Column("sent / FP32 under DDP", "sent_over_fp32_ddp", fixed(3)),
         ],
-        rows=of_engines,
+        rows=lambda record: record["summaries"],
     ),
     "finetune": Table(
         {

@@ -471,7 +471,7 @@ SUMMARY = {
 
 def shown(read: Callable[[Records, str], str], records: Records, backend: str) -> str:
     """Return a figure of SUMMARY for a backend."""
-    return Figure("", lambda records: read(records, backend), "").shown(records)
+    return Figure("", lambda known: read(known, backend), "").shown(records)
 
 
 CAPTION = (
@@ -527,8 +527,8 @@ def _gaps(file: str, key: str = "results", backend: str = "") -> Callable[[Recor
 
     def read(records: Records) -> str:
         found = [each for each in records[file][key] if each["backend"] not in DTYPES]
-        gaps = [each["gap"] for each in found if backend in ("", each["backend"])]
-        return _ends((each["mean"] if isinstance(each, dict) else each for each in gaps), "+.4f")
+        gaps = [each["gap"]["mean"] for each in found if backend in ("", each["backend"])]
+        return _ends(gaps, "+.4f")
 
     return read
 
