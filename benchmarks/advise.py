@@ -1,7 +1,7 @@
 """Test if `advise` halves the gap of models in trouble with 95 % of the weight FLOPs in FP8, on
 other batches, too.
 
-    benchmarks/advise.py [--quick] [--out FOLDER]
+    benchmarks/advise.py [--quick] [--json FILE]
 
 A small Llama is trained in FP32 on Python's sources, and then gets the outliers of large models
 after a long run: activation channels many times larger than the others. A channel is multiplied by
@@ -15,17 +15,16 @@ advised recipe trains worse than the given one. One model is beyond help: its ro
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import cpu_features, table, write_json
+from measuring import options, write_json
+from tables import printed
 from torch import nn
 
 SHARE, RATIO = 0.95, 0.5
@@ -293,12 +292,7 @@ def broken(result: dict) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="two models, hardly trained")
-    parser.add_argument("--out", type=Path, help="folder for the record")
-    args = parser.parse_args()
+    args = options(__doc__, quick=False)
     sizes = QUICK if args.quick else Sizes()
     language_model, results = LanguageModel(sizes), []
     for case in (*CASES, UNLIKE):
@@ -306,41 +300,12 @@ def main() -> None:
             continue
         results.append(measure(case, Unlike(sizes) if case is UNLIKE else language_model))
         print(f"{case.name}: {results[-1]['advice']['verdict']}", flush=True)
-        if args.out:  # after each, in case the run is cut short
-            record = {"sizes": vars(sizes), "results": results}
-            write_json(str(args.out / f"advise_cpu_{cpu_features()}.json"), record)
-    print()
-    print(table(HEADER, [row(each) for each in results]))
+        # after each, in case the run is cut short
+        record = write_json(args, "help by advise", sizes=vars(sizes), results=results)
+    printed("advise", record)
     faults = [fault for result in results for fault in broken(result)]
     if faults:
         raise SystemExit("\n".join(["", *faults]))
-
-
-HEADER = [
-    "model",
-    "given",
-    "change",
-    "FP8",
-    "gap",
-    "of it",
-    "others",
-    "loss FP32",
-    "given",
-    "advised",
-    "passes",
-]
-
-
-def row(result: dict) -> list:
-    losses = [result["held_out_loss"].get(name, "-") for name in ("FP32", "as given", "as advised")]
-    others = result["ratio_on_others"]
-    figures = [
-        result["flops_share"],
-        result["gap_given"],
-        result["ratio"],
-        "-" if others is None else others,
-    ]
-    return [result["model"], result["given"], result["change"], *figures, *losses, result["passes"]]
 
 
 if __name__ == "__main__":

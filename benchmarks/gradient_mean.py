@@ -11,10 +11,11 @@ DDP).
 
 from __future__ import annotations
 
-import argparse
+import itertools
 
 import torch
-from measuring import table, write_json
+from measuring import options, write_json
+from tables import printed
 
 from fp8_backends.formats.formats import E4M3, saturating_cast
 from fp8_backends.formats.scaling import power_of_two_scale
@@ -68,38 +69,23 @@ METHODS = {
 }
 
 
+KINDS = ("independent", "correlated", "heavy-tailed", "rows of many sizes")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", default="2,4,8,32")
-    parser.add_argument("--json")
-    args = parser.parse_args()
-    figures, rows = [], []
-    for kind in ("independent", "correlated", "heavy-tailed", "rows of many sizes"):
-        for ranks in map(int, args.ranks.split(",")):
-            all_of = gradients(kind, ranks)
-            exact = all_of.double().mean(0)
-            row = [kind, str(ranks)]
-            for name, method in METHODS.items():
-                made = method(all_of).double()
-                error = ((made - exact).norm() / exact.norm()).item()
-                lost = ((made == 0) & (exact != 0)).double().mean().item()
-                figures.append(
-                    {
-                        "gradients": kind,
-                        "ranks": ranks,
-                        "method": name,
-                        "error": error,
-                        "lost": lost,
-                    }
-                )
-                row.append(f"{error:.3f} ({lost:.1%} lost)")
-            rows.append(row)
-    print(table(["gradients", "ranks", *METHODS], rows))
-    write_json(
-        args.json, {"question": "error of a mean over ranks", "elements": NUMEL, "figures": figures}
-    )
+    arguments = options(__doc__, ranks="2,4,8,32")
+    figures = []
+    for kind, ranks in itertools.product(KINDS, map(int, arguments.ranks.split(","))):
+        all_of = gradients(kind, ranks)
+        exact = all_of.double().mean(0)
+        for name, method in METHODS.items():
+            made = method(all_of).double()
+            error = ((made - exact).norm() / exact.norm()).item()
+            lost = ((made == 0) & (exact != 0)).double().mean().item()
+            of = {"gradients": kind, "ranks": ranks, "method": name}
+            figures.append({**of, "error": error, "lost": lost})
+    record = write_json(arguments, "error of a mean over ranks", elements=NUMEL, figures=figures)
+    printed("gradient-mean", record)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ New interpreters, one after another in random order; the ratio is paired by roun
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 
-from measuring import interleaved, interval, ratio, summary, table, write_json
+from measuring import interleaved, options, ratio, summary, write_json
+from tables import printed
 
 MODULES = ("torch", "accelerate", "fp8_backends")
 
@@ -23,22 +23,15 @@ def imports(module: str):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, runs=7)
     seconds = interleaved({module: imports(module) for module in MODULES}, arguments.runs, warmup=1)
-    to_accelerate = {module: ratio(seconds[module], seconds["accelerate"]) for module in MODULES}
-    summaries = {module: summary(seconds[module]) for module in MODULES}
-    rows = [
-        [module, summaries[module]["median_s"], interval(to_accelerate[module])]
-        for module in MODULES
-    ]
-    print(table(["import", "s", "time / accelerate's"], rows))
-    record = {"question": "time of an import", "seconds": summaries, "to_accelerate": to_accelerate}
-    write_json(arguments.json, record)
+    record = write_json(
+        arguments,
+        "time of an import",
+        seconds={module: summary(seconds[module]) for module in MODULES},
+        to_accelerate={module: ratio(seconds[module], seconds["accelerate"]) for module in MODULES},
+    )
+    printed("imports", record)
 
 
 if __name__ == "__main__":

@@ -4,27 +4,29 @@ All run interleaved in one process, eager and compiled; a ratio refers to anothe
 round, below 1 is faster. `torchao` is TorchAO without this package, and `ao:tensorwise` the same
 through it. Each dtype, of weights, inputs and results, is measured separately: by default bf16, or
 FP32 on a CPU without bf16 products. A plain bf16 layer takes a minute there: it runs once, eager,
-and every round is compared with it.
+and every round is compared with it. `--linears 8` chains so many in one model, which hides Python's
+time as a model does.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
+from argparse import Namespace
 from collections.abc import Callable
 
 import torch
 from measuring import (
     DTYPES,
     Attempts,
+    device,
     interleaved,
-    interval,
+    options,
     plain,
     ratio,
     summary,
-    table,
     write_json,
 )
+from tables import printed
 from torch import nn
 
 TOKENS = 8192
@@ -62,21 +64,29 @@ def torchao_layer(model: nn.Module) -> None:
 
 
 class LayerStep:
-    """Forward and backward of one layer without bias in the dtype of this name."""
+    """Forward and backward of layers without bias in the dtype of this name: from `in` to `out`,
+    and back by turns."""
 
     def __init__(
-        self, backend: str, form: str, shape: tuple[int, int, int], name: str, device: str
+        self,
+        backend: str,
+        form: str,
+        shape: tuple[int, int, int],
+        name: str,
+        device: str,
+        linears: int,
     ) -> None:
         import fp8_backends
 
         (tokens, n_in, n_out), dtype = shape, DTYPES[name]
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(n_in, n_out, bias=False, dtype=dtype, device=device))
+        widths = [(n_in, n_out), (n_out, n_in)] * linears
+        options = {"bias": False, "dtype": dtype, "device": device}
+        model = nn.Sequential(*(nn.Linear(*width, **options) for width in widths[:linears]))
         if backend == "torchao":
             torchao_layer(model)
         elif backend != name:
             fp8_backends.prepare(model, None, backend)
-        self.layer = model[0]
         self.steps = 0
         self.is_compiled = form == "compiled"
         self.compiled_steps = 0
@@ -84,12 +94,14 @@ class LayerStep:
         if self.is_compiled:
             self.run = torch.compile(model, fullgraph=True, backend=self._counted)
         self.x = torch.randn(tokens, n_in, dtype=dtype, device=device, requires_grad=True)
-        self.dy = torch.randn(tokens, n_out, dtype=dtype, device=device)
+        self.dy = torch.randn(tokens, widths[linears - 1][1], dtype=dtype, device=device)
+        self.leaves = [self.x, *model.parameters()]
 
     def __call__(self) -> None:
         self.steps += 1
         self.run(self.x).backward(self.dy)
-        self.x.grad = self.layer.weight.grad = None
+        for leaf in self.leaves:
+            leaf.grad = None
 
     def _counted(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
         from torch._inductor.compile_fx import compile_fx
@@ -132,7 +144,7 @@ def compared(own: list[float], other: list[float]) -> dict:
 def measure(
     shape: tuple[int, int, int],
     name: str,
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     device: str,
     attempt: Attempts,
 ) -> list[dict]:
@@ -144,7 +156,7 @@ def measure(
     steps, seconds = {}, {}
     for form in arguments.forms.split(","):
         for backend in dict.fromkeys([name, *arguments.backends.split(",")]):
-            of = backend, form, shape, name, device
+            of = backend, form, shape, name, device, arguments.linears
             if not (is_slow and backend == name):
                 steps[backend, form] = attempt(f"{backend}, {form}", first_step, *of)
             elif form == "eager":
@@ -164,7 +176,8 @@ def measure(
             "form": form,
             **summary(seconds[backend, form]),
         }
-        found["tflops"] = 6 * shape[0] * shape[1] * shape[2] / found["median_s"] / 1e12
+        flops = 6 * arguments.linears * shape[0] * shape[1] * shape[2]
+        found["tflops"] = flops / found["median_s"] / 1e12
         for key, reference in references.items():
             if (reference, form) in seconds:
                 found[key] = compared(seconds[backend, form], seconds[reference, form])
@@ -176,57 +189,25 @@ def measure(
     return results
 
 
-COLUMNS = {
-    "to_plain": "time / plain",
-    "to_torchao": "time / TorchAO",
-    "to_torchao_eager": "time / TorchAO, eager",
-}
-
-
-def printed(results: list[dict]) -> str:
-    rows = []
-    for each in results:
-        row = [
-            "x".join(map(str, each["shape"])),
-            *(each[key] for key in ("dtype", "backend", "form")),
-        ]
-        row += [each["median_s"] * 1e3, each["tflops"]]
-        rows.append(row + [interval(each[key]) if key in each else "-" for key in COLUMNS])
-    return table(
-        ["tokens x in x out", "dtype", "backend", "form", "ms", "TFLOP/s", *COLUMNS.values()], rows
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    cuda = device() == "cuda"
+    arguments = options(
+        __doc__,
+        backends="native:dynamic,native:delayed,native:rowwise,ao:tensorwise,torchao",
+        peer="ao:tensorwise",
+        shapes="llama" if cuda else "small",
+        forms="eager",
+        dtypes=plain(),
+        linears=1,
+        runs=15,
+        calls=8 if cuda else 1,
     )
-    cuda = torch.cuda.is_available()
-    parser.add_argument(
-        "--backends", default="native:dynamic,native:delayed,native:rowwise,ao:tensorwise,torchao"
-    )
-    parser.add_argument(
-        "--peer", default="ao:tensorwise", help="the backend that stands for TorchAO in ratios"
-    )
-    parser.add_argument(
-        "--shapes", default="llama" if cuda else "small", help=f"of {', '.join(SHAPES)}"
-    )
-    parser.add_argument("--forms", default="eager", help="eager, compiled or both with a comma")
-    parser.add_argument(
-        "--dtypes", default=plain(), help="bf16, fp32 or both with a comma (default: the fast one)"
-    )
-    parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument(
-        "--calls", type=int, default=8 if cuda else 1, help="between two readings of the clock"
-    )
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
     results, attempt = [], Attempts()
     for name in arguments.shapes.split(","):
         for shape, dtype in itertools.product(SHAPES[name], arguments.dtypes.split(",")):
-            results += measure(shape, dtype, arguments, "cuda" if cuda else "cpu", attempt)
-            write_json(arguments.json, {"question": "time of a linear layer", "results": results})
-    print(printed(results))
+            results += measure(shape, dtype, arguments, device(), attempt)
+            record = write_json(arguments, "time of a linear layer", results=results)
+    printed("linear", record)
     attempt.end()
 
 

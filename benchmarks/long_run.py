@@ -10,34 +10,21 @@ four.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Iterator
 
 import torch
-from measuring import precision_of, table, write_json
+from measuring import options, pool, write_json
+from tables import printed
+from training import Prepared, held_out_loss, llama, schedule
 
 import fp8_backends
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
+from fp8_backends.tools.compare.workload import load_text
 
 STUCK = 4.0
 """A scale is stuck if it stays constant while its amax changes by more than this factor."""
-
-
-def build(arguments) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": arguments.hidden,
-        "intermediate_size": 3 * arguments.hidden,
-        "num_attention_heads": 4,
-    }
-    shape |= {"num_hidden_layers": arguments.layers, "max_position_embeddings": arguments.sequence}
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=256, use_cache=False, tie_word_embeddings=False, **shape)
-    )
 
 
 def stored(
@@ -111,123 +98,61 @@ class Scales:
         )
 
 
-@torch.no_grad()
-def held_out_loss(model: torch.nn.Module, windows: torch.Tensor) -> float:
-    model.eval()
-    losses = [
-        model(input_ids=part, labels=part).loss.item() * len(part) for part in windows.split(64)
-    ]
-    model.train()
-    return sum(losses) / len(windows)
-
-
 def train(unit: tuple) -> dict:
     """Run one backend."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    from fp8_backends.tools.compare.workload import load_text
-
     backend, arguments = unit
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(**precision_of(backend), cpu=True)
-    text, model = load_text(limit_mb=2), build(arguments)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.1, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(arguments.steps))
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    starts = text.batches(arguments.steps, arguments.batch, arguments.sequence, seed=0)
-    windows = text.held_out_windows(arguments.held_out, arguments.sequence)
+    sequence, text = arguments.sequence, load_text(limit_mb=2)
+    prepared = Prepared(
+        backend,
+        lambda: llama(arguments.hidden, arguments.layers, sequence, num_attention_heads=4),
+        arguments.lr,
+        schedule=schedule(arguments.steps),
+        decay=0.1,
+        on="cpu",
+    )
+    windows = text.held_out_windows(arguments.held_out, sequence)
     every = max(1, arguments.steps // arguments.points)
     scales, points, recent, began = Scales(), [], [], time.perf_counter()
-    for step in range(1, arguments.steps + 1):
-        optimizer.zero_grad()  # not after the step: its gradient is looked at
-        tokens = text.windows(starts[step - 1], arguments.sequence)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        recent.append(loss.detach())
+    batches = text.batches(arguments.steps, arguments.batch, sequence, seed=0)
+    for step, starts in enumerate(batches, 1):
+        prepared.optimizer.zero_grad()  # not after the step: its gradient is looked at
+        tokens = text.windows(starts, sequence)
+        recent.append(prepared.update(clip=1.0, input_ids=tokens, labels=tokens))
         if step % every == 0 or step == 1:
-            held_out = held_out_loss(model, windows)
-            points.append(
-                {
-                    "step": step,
-                    "train_loss": torch.stack(recent).mean().item(),
-                    "held_out_loss": held_out,
-                }
-            )
+            train_loss = torch.stack(recent).mean().item()
+            held_out = held_out_loss(prepared.model, windows)
+            points.append({"step": step, "train_loss": train_loss, "held_out_loss": held_out})
             recent.clear()
-            scales.look(step, model, optimizer.optimizer)
+            scales.look(step, prepared.model, prepared.optimizer.optimizer)
+    audit = fp8_backends.audit(prepared.model, prepared.optimizer)
     return {
         "backend": backend,
         "points": points,
         "scales": scales.points,
         "stuck": scales.stuck,
-        "bytes_per_element": fp8_backends.audit(model, optimizer).bytes_per_element,
+        "bytes_per_element": audit.bytes_per_element,
         "seconds": time.perf_counter() - began,
     }
 
 
-def schedule(steps: int):
-    """Rising over a twentieth of the steps, then cosine to zero."""
-    warmup = max(1, steps // 20)
-    return lambda step: min(
-        (step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * min(1, step / steps))
-    )
-
-
-def printed(runs: list[dict]) -> str:
-    header = [
-        "backend",
-        "held-out loss",
-        f"above {runs[0]['backend']}",
-        "largest above, any point",
-        "scales stuck",
-    ]
-    rows, reference = [], [point["held_out_loss"] for point in runs[0]["points"]]
-    for run in runs:
-        above = [p["held_out_loss"] - r for p, r in zip(run["points"], reference, strict=True)]
-        stuck = sum(run["stuck"].values())
-        rows.append(
-            [
-                run["backend"],
-                f"{reference[-1] + above[-1]:.4f}",
-                f"{above[-1]:+.4f}",
-                f"{max(above):+.4f}",
-                stuck,
-            ]
-        )
-    return table(header, rows)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = options(
+        __doc__,
+        backends="msamp:O2,msamp:O3",
+        steps=20_000,
+        points=80,
+        lr=1e-3,
+        hidden=64,
+        layers=1,
+        sequence=64,
+        batch=4,
+        held_out=512,
+        workers=2,
     )
-    parser.add_argument("--backends", default="msamp:O2,msamp:O3")
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--points", type=int, default=80, help="looks at losses and scales")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--held-out", type=int, default=512, help="windows")
-    parser.add_argument("--workers", type=int, default=2, help="processes")
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    units = [
-        (backend, arguments) for backend in dict.fromkeys(["fp32", *arguments.backends.split(",")])
-    ]
-    pool = torch.multiprocessing.get_context("spawn").Pool(
-        arguments.workers, torch.set_num_threads, (1,), 1
-    )
-    with pool:
-        runs = pool.map(train, units, chunksize=1)
-    print(printed(runs))
-    told = vars(arguments) | {"json": None}
-    write_json(arguments.json, {"question": "a long run", "arguments": told, "runs": runs})
+    backends = dict.fromkeys(["fp32", *arguments.backends.split(",")])
+    with pool(arguments.workers) as processes:
+        runs = processes.map(train, [(each, arguments) for each in backends], chunksize=1)
+    printed("long-run", write_json(arguments, "a long run", runs=runs))
 
 
 if __name__ == "__main__":

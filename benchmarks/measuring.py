@@ -1,11 +1,13 @@
-"""Share between benchmarks: interleaved timing, ratios with their interval, resident memory, the
-baseline of FP8, a JSON record of the machine.
+"""Share between benchmarks: options, timing in turns, ratios with their interval, resident memory,
+processes of their own, the baseline of FP8, a JSON record of the machine, plain tables.
 
 As a script, print the name of this CPU's features, used in the names of its records.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import ctypes
 import datetime
 import gc
@@ -16,6 +18,7 @@ import platform
 import random
 import resource
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -71,17 +74,83 @@ def plain(device: str | None = None) -> str:
     return hardware.fast_precision(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def precision_of(backend: str, **fields) -> dict:
+def split(spec: str) -> tuple[str, dict[str, Any]]:
+    """Return backend and recipe fields of text such as `native:dynamic?field=value&other=1`."""
+    backend, _, told = spec.partition("?")
+    pairs = (each.partition("=") for each in told.split("&") if each)
+    return backend, {name: _value(text) for name, _, text in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def precision_of(spec: str, **fields) -> dict:
     """Return `Accelerator`'s argument for a backend with recipe fields, or for `bf16` or `fp32`
     without FP8."""
+    backend, told = split(spec)
     if backend in DTYPES:
         return {"mixed_precision": "bf16" if backend == "bf16" else "no"}
     import fp8_backends
 
-    return {
-        "mixed_precision": "fp8",
-        "kwargs_handlers": [fp8_backends.FP8RecipeKwargs(backend=backend, **fields)],
-    }
+    recipe = fp8_backends.FP8RecipeKwargs(backend=backend, **told | fields)
+    return {"mixed_precision": "fp8", "kwargs_handlers": [recipe]}
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def options(description: str, **defaults: Any) -> argparse.Namespace:
+    """Parse a benchmark's options, and `--json FILE` for its record.
+
+    Args:
+        defaults: by the option's name. False makes a switch, a tuple lists the choices with the
+            default first, and a type has no default. `worker` is for the benchmark's own processes.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (defaults | {"json": str}).items():
+        flag = f"--{name.replace('_', '-')}"
+        if name == "worker":
+            parser.add_argument(flag, help=argparse.SUPPRESS)
+        elif default is False:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, type):
+            parser.add_argument(flag, type=default)
+        else:
+            choices = default if isinstance(default, tuple) else None
+            first = default[0] if choices else default
+            shown = str(first).replace("%", "%%")
+            parser.add_argument(
+                flag, type=type(first), choices=choices, default=first, help=f"default: {shown}"
+            )
+    return parser.parse_args()
+
+
+def answer(script: str, *words: object, ranks: int = 0, **environment: str) -> Any:
+    """Return the JSON in the last line of another process's output.
+
+    Args:
+        ranks: processes to start by `torchrun`; 0 starts one without it.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [sys.executable, *(launcher if ranks else []), script, *map(str, words)]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[1:])} ended with {done.returncode}, see above")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Make the C library return freed blocks of 64 KB to the system at once: otherwise resident memory
+would include its reserves."""
 
 
 def machine() -> dict:
@@ -107,25 +176,55 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def timed(function: Callable, calls: int = 1, by_events: bool = False) -> float:
+    """Return the seconds of one of several calls, between two device synchronizations.
+
+    Args:
+        by_events: read a GPU's own clock, before the first and after the last kernel.
+    """
+    synchronize()
+    events = []
+    if by_events and torch.cuda.is_available():
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    if events:
+        events[1].record()
+    synchronize()
+    if events:
+        return events[0].elapsed_time(events[1]) / 1e3 / calls
+    return (time.perf_counter() - start) / calls
+
+
 def interleaved(
-    functions: dict, runs: int, warmup: int = 2, seed: int = 0, calls: int = 1
+    functions: dict, runs: int, warmup: int = 2, calls: int = 1, by_events: bool = False
 ) -> dict[str, list[float]]:
     """Return the seconds of each function over `runs` rounds. Each round runs all of them, in a new
-    random order, so a drift of the machine's speed affects all equally. calls: number of calls
-    between two clock readings, each after a device synchronization; seconds are per call."""
-    names, order = list(functions), random.Random(seed)
+    random order, so a drift of the machine's speed affects all equally."""
+    names, order = list(functions), random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(warmup + runs):
         order.shuffle(names)
         for name in names:
-            synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                functions[name]()
-            synchronize()
+            taken = timed(functions[name], calls, by_events)
             if round_ >= warmup:
-                seconds[name].append((time.perf_counter() - start) / calls)
+                seconds[name].append(taken)
     return seconds
+
+
+def clocks() -> dict[str, float] | None:
+    """Return a GPU's clock in MHz, its power in W and its temperature; None without a GPU."""
+    names = ("clocks.sm", "power.draw", "temperature.gpu")
+    query = [f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0"]
+    if not torch.cuda.is_available():
+        return None
+    try:
+        done = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True)
+        return dict(zip(names, map(float, done.stdout.split(",")), strict=True))
+    except (OSError, ValueError):  # a driver without the tool, or without one of the figures
+        return None
 
 
 def ratio(numerator: list[float], denominator: list[float], resamples: int = 4000) -> dict:
@@ -143,11 +242,6 @@ def ratio(numerator: list[float], denominator: list[float], resamples: int = 400
     }
 
 
-def interval(of: dict) -> str:
-    """A ratio with its interval, as text."""
-    return f"{of['ratio']:.3f} [{of['low']:.3f}, {of['high']:.3f}]"
-
-
 def summary(seconds: list[float]) -> dict:
     return {
         "median_s": statistics.median(seconds),
@@ -155,6 +249,12 @@ def summary(seconds: list[float]) -> dict:
         "max_s": max(seconds),
         "runs": len(seconds),
     }
+
+
+def pool(workers: int):
+    """Return processes of one thread each."""
+    context = torch.multiprocessing.get_context("spawn")
+    return context.Pool(workers, torch.set_num_threads, (1,), 1)
 
 
 class Attempts:
@@ -216,25 +316,35 @@ def reset_highest() -> bool:
     return True
 
 
-def write_json(path: str | None, record: dict) -> None:
-    """Write the record with the machine's description; do nothing without a path."""
-    if path:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps({"machine": machine(), **record}, indent=1) + "\n")
+def write_json(arguments: argparse.Namespace, question: str, **figures: Any) -> dict:
+    """Return the record with the machine and the options; write it if there is a file."""
+    asked = {name: of for name, of in vars(arguments).items() if name not in ("json", "worker")}
+    told = {"question": question, "precision": plain(), "arguments": asked}
+    record = {"machine": machine(), **told, **figures}
+    if arguments.json:
+        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return record
 
 
 def table(header: list[str], rows: list[list]) -> str:
-    """Plain aligned text."""
-    cells = [
-        header,
-        *[[f"{c:.3f}" if isinstance(c, float) else str(c) for c in row] for row in rows],
-    ]
+    """A simple table of reStructuredText. The first column must not be empty."""
+    cells = [header, *[[text(cell) for cell in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    rule = "  ".join("=" * width for width in widths)
     lines = [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in cells
     ]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+
+
+def text(cell: object) -> str:
+    if cell in (None, "-"):
+        return "\N{EN DASH}"  # a lone hyphen would begin a list
+    if isinstance(cell, float):
+        return f"{cell:.3g}" if abs(cell) < 100 else str(round(cell))
+    return str(cell)
 
 
 if __name__ == "__main__":

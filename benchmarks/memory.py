@@ -17,33 +17,22 @@ level with both, and `--gradient-release off,on` with and without gradients kept
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import torch
-from measuring import plain, precision_of, reset_highest, resident, settle, table, write_json
-
-MEGABYTE = 1e6
-
-
-def llama(hidden: int, layers: int, vocabulary: int, sequence: int):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        max_position_embeddings=max(512, sequence),
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+from measuring import (
+    RETURNING,
+    answer,
+    options,
+    plain,
+    reset_highest,
+    resident,
+    settle,
+    write_json,
+)
+from tables import printed
+from training import Prepared, llama
 
 
 def fields(backend: str, arguments) -> dict[str, str | bool]:
@@ -57,55 +46,44 @@ def fields(backend: str, arguments) -> dict[str, str | bool]:
     return {**saved, **released}
 
 
-class Training:
-    """A prepared model with its optimizer and one batch."""
+class Training(Prepared):
+    """A Llama with one batch."""
 
-    def __init__(self, backend: str, hidden: int, layers: int, arguments) -> None:
-        from accelerate import Accelerator
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(True)
-        precision = precision_of(backend, **fields(backend, arguments))
-        self.accelerator = Accelerator(**precision, cpu=not torch.cuda.is_available())
-        model = llama(hidden, layers, arguments.vocabulary, arguments.sequence)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.batch = torch.randint(
-            arguments.vocabulary, (1, arguments.sequence), device=self.accelerator.device
+    def __init__(self, backend: str, layers: int, arguments) -> None:
+        hidden, sequence = arguments.hidden, arguments.sequence
+        words = {"vocab_size": arguments.vocabulary, "intermediate_size": 4 * hidden}
+        super().__init__(
+            backend,
+            lambda: llama(hidden, layers, max(512, sequence), **words),
+            1e-4,
+            **fields(backend, arguments),
         )
+        tokens = torch.randint(arguments.vocabulary, (1, sequence))
+        self.batch = {"input_ids": tokens, "labels": tokens}
 
-    def update(self) -> float:
-        loss = self.model(input_ids=self.batch, labels=self.batch).loss
-        self.accelerator.backward(loss)
-        self.optimizer.step()
-        return loss.item()
-
-    def step(self) -> float:
-        loss = self.update()
-        self.optimizer.zero_grad()
-        return loss
+    def update(self) -> torch.Tensor:
+        return super().update(**self.batch)
 
 
 def measure(backend: str, arguments) -> dict:
     import fp8_backends
-    from fp8_backends.tools.compare.measuring import peak_memory
 
-    small = Training(backend, arguments.hidden, 1, arguments)
+    small = Training(backend, 1, arguments)
     for _ in range(2):
         small.step()
     del small
     settle()
     before = resident()["now"]
-    training = Training(backend, arguments.hidden, arguments.layers, arguments)
-    losses = [training.update()]
+    training = Training(backend, arguments.layers, arguments)
+    losses = [training.update().item()]
     audit = fp8_backends.audit(training.model, training.optimizer)
     training.optimizer.zero_grad()
     settle()
     whole_life = resident()["highest"] - before
     was_reset = reset_highest()
-    losses.append(training.step())
+    losses.append(training.step().item())
     step = resident()["highest"] - before
-    peak = peak_memory(lambda: losses.append(training.step()), training.model, training.optimizer)
+    peak = training.peak()
     linears = sum(
         m.weight.numel() for m in training.model.modules() if isinstance(m, torch.nn.Linear)
     )
@@ -125,93 +103,34 @@ def measure(backend: str, arguments) -> dict:
     }
 
 
-def in_own_process(backend: str, saved: str, released: str, arguments) -> dict:
-    """Run `measure` in a new process with a C library that returns blocks of 64 KB and more to the
-    system at once: otherwise resident memory would include its reserves."""
-    environment = {
-        **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
-    command = [sys.executable, __file__, "--worker", backend]
-    command += ["--saved-activations", saved, "--gradient-release", released]
-    for name in ("hidden", "layers", "vocabulary", "sequence"):
-        command += [f"--{name}", str(getattr(arguments, name))]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{backend}: its process ended with {done.returncode}, see above")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def name_of(result: dict) -> str:
-    if result["backend"] == "bf16":
-        return "FP32 + bf16 autocast"
-    name, saved = result["backend"], result.get("saved_activations")
-    name += f", saved {saved}" if saved else ""
-    return f"{name}, released" if result.get("gradient_release") else name
-
-
-def printed(results: list[dict]) -> str:
-    first, over = results[0], f"/ {plain()}"
-    header = ["level", "peak tensors, MB", over, "peak resident, MB", over, "bytes/element"]
-    rows = []
-    for result in results:
-        row = [name_of(result)]
-        for key in ("peak_tensor_bytes", "peak_resident_bytes"):
-            known = result[key] is not None and first[key] is not None
-            row += (
-                [round(result[key] / MEGABYTE), result[key] / first[key]] if known else ["-", "-"]
-            )
-        rows.append([*row, result["bytes_per_element"]["total"]])
-    return table(header, rows)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = options(
+        __doc__,
+        backends="native:dynamic,msamp:O1,msamp:O2,msamp:O3",
+        hidden=768,
+        layers=12,
+        vocabulary=1024,
+        sequence=64,
+        saved_activations="off",
+        gradient_release="off",
+        worker=str,
     )
-    parser.add_argument("--backends", default="native:dynamic,msamp:O1,msamp:O2,msamp:O3")
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--vocabulary", type=int, default=1024)
-    parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument(
-        "--saved-activations", default="off", help="of off, fp8 and fp8+attention, by commas"
-    )
-    parser.add_argument(
-        "--gradient-release",
-        default="off",
-        help="of off and on, by commas; on is for levels above O0",
-    )
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
     if arguments.worker:
         print(json.dumps(measure(arguments.worker, arguments)))
         return
-    results, options = (
-        [],
-        (arguments.backends, arguments.saved_activations, arguments.gradient_release),
-    )
-    for each in dict.fromkeys(
-        [(plain(), "off", "off"), *itertools.product(*(of.split(",") for of in options))]
-    ):
-        results.append(in_own_process(*each, arguments))
-        told = {
-            name: value for name, value in vars(arguments).items() if name not in ("json", "worker")
-        }
-        record = {
-            "question": "peak memory of a step",
-            "precision": plain(),
-            "arguments": told,
-            "results": results,
-        }
-        write_json(arguments.json, record)
-    print(
-        f"{results[0]['parameters'] / 1e6:.0f} M parameters, {results[0]['in_linears'] / 1e6:.0f} "
-        "M in Linears"
-    )
-    print(printed(results))
+    words = []
+    for name in ("hidden", "layers", "vocabulary", "sequence"):
+        words += [f"--{name}", getattr(arguments, name)]
+    names = ("worker", "saved-activations", "gradient-release")
+    lists = (arguments.backends, arguments.saved_activations, arguments.gradient_release)
+    others = itertools.product(*(each.split(",") for each in lists))
+    results = []
+    for values in dict.fromkeys([(plain(), "off", "off"), *others]):
+        pairs = zip(names, values, strict=True)
+        chosen = [word for name, value in pairs for word in (f"--{name}", value)]
+        results.append(answer(__file__, *words, *chosen, **RETURNING))
+        record = write_json(arguments, "peak memory of a step", results=results)
+    printed("memory", record)
 
 
 if __name__ == "__main__":

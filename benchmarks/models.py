@@ -19,7 +19,6 @@ packages of tests/te/requirements.txt.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
 import sys
@@ -30,7 +29,9 @@ import architectures
 import torch
 import transformers
 from estimate import estimated_and_measured_peak
-from measuring import precision_of, table, write_json
+from measuring import options, write_json
+from tables import Table, by_model, of_models, published_shapes
+from training import Prepared
 
 BACKENDS = ("native:dynamic", "ao:tensorwise", "msamp:O2", "msamp:O3", "msamp:O4")
 TE = "te:delayed"
@@ -51,22 +52,15 @@ SHAPES = {
 
 def trained(name: str, backend: str, steps: int) -> dict:
     """Return losses, both shares, and if the saved model predicts the same."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
     import fp8_backends
 
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(**precision_of(backend))
-    model, batch = architectures.build(name), architectures.batch(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    losses = []
+    prepared = Prepared(backend, lambda: architectures.build(name), 1e-3)
+    model, batch, losses = prepared.model, architectures.batch(name), []
     for _ in range(steps):
         loss = architectures.loss_of(model, batch)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        prepared.accelerator.backward(loss)
+        prepared.optimizer.step()
+        prepared.optimizer.zero_grad()
         losses.append(loss.item())
     audit = fp8_backends.audit(model)
     return {
@@ -75,7 +69,7 @@ def trained(name: str, backend: str, steps: int) -> dict:
         "flops_share": audit.flops_share,
         "flops_share_by_pytorch": architectures.flops_share(name, audit.products),
         "reloaded_equal": _predicts_the_same(
-            accelerator.unwrap_model(model, keep_fp32_wrapper=False), batch
+            prepared.accelerator.unwrap_model(model, keep_fp32_wrapper=False), batch
         ),
     }
 
@@ -110,22 +104,15 @@ def traced(title: str, backends: list[str]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = options(
+        __doc__,
+        models=",".join(architectures.ARCHITECTURES),
+        backends=",".join(BACKENDS),
+        size=tuple(reversed(architectures.SIZES)),
+        steps=8,
+        standin=False,
     )
-    parser.add_argument("--models", default=",".join(architectures.ARCHITECTURES))
-    parser.add_argument("--backends", default=",".join(BACKENDS))
-    parser.add_argument(
-        "--size", default="small", choices=architectures.SIZES, help="of the form that is weighed"
-    )
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument(
-        "--standin", action="store_true", help=f"add {TE}, over the tests' stand-in for its kernels"
-    )
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    record = {"question": "models", "arguments": vars(arguments)}
-    record |= {"results": (results := []), "shapes": []}
+    results: list[dict] = []
     names, backends = arguments.models.split(","), arguments.backends.split(",")
     for name, backend in itertools.product(names, backends):
         result = {"model": name, "backend": backend, **trained(name, backend, arguments.steps)}
@@ -135,19 +122,17 @@ def main() -> None:
             backend,
         )
         results.append(result)
-        print(printed([result]), flush=True)
-        write_json(arguments.json, record)
+        print(name, backend, flush=True)
+        write_json(arguments, "models", results=results)
     if arguments.standin:  # last: all others run in a process without TransformerEngine
         activate_standin()
         backends.append(TE)
         results += [
             {"model": name, "backend": TE, **trained(name, TE, arguments.steps)} for name in names
         ]
-    print(printed(results))
-    for title in SHAPES:
-        record["shapes"].append(traced(title, backends))
-        print(record["shapes"][-1], flush=True)
-        write_json(arguments.json, record)
+    shapes = [traced(title, backends) for title in SHAPES]
+    record = write_json(arguments, "models", results=results, shapes=shapes)
+    print(Table({}, of_models, by_model, note=published_shapes).of(record))
 
 
 def activate_standin() -> None:
@@ -157,30 +142,6 @@ def activate_standin() -> None:
 
     activate()
     importlib.import_module("transformer_engine.pytorch")
-
-
-def printed(results: list[dict]) -> str:
-    header = [
-        "model",
-        "backend",
-        "loss",
-        "share",
-        "by PyTorch",
-        "reloaded",
-        "estimate / measured peak",
-    ]
-    rows = []
-    for each in results:
-        losses = f"{each['losses'][0]:.3f} to {each['losses'][-1]:.3f}"
-        shares = [f"{100 * each[key]:.2f} %" for key in ("flops_share", "flops_share_by_pytorch")]
-        peaks = (
-            f"{each['estimated_peak'] / each['measured_peak']:.3f}"
-            if "measured_peak" in each
-            else None
-        )
-        equal = "equal" if each["reloaded_equal"] else "not equal"
-        rows.append([each["model"], each["backend"], losses, *shares, equal, peaks])
-    return table(header, rows)
 
 
 if __name__ == "__main__":

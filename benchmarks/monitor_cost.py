@@ -8,7 +8,6 @@ sampling every 100th step costs at most 2 %. Exits with 1 above that.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
 import tempfile
@@ -17,7 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring import cpu_features, interval, ratio, summary, synchronize, table, write_json
+from measuring import device, options, ratio, summary, synchronize, write_json
+from tables import printed
+from training import llama
 
 RECIPES = (
     ("native:dynamic", False),
@@ -31,13 +32,6 @@ EVERY, LIMIT = 100, 0.02
 IN_A_ROUND = 3
 """Steps of the monitored model in a round. The last is sampled; after the one before it, compiled
 code runs eagerly, also the other model's, which has already stepped."""
-
-
-def small_llama(hidden: int, layers: int):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": hidden, "intermediate_size": hidden * 3, "num_hidden_layers": layers}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, num_attention_heads=hidden // 64, **sizes))
 
 
 def training_step(model, backend: str, every: int, file: Path, batch: torch.Tensor, compiled: bool):
@@ -102,63 +96,21 @@ def timed(step: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = options(
+        __doc__, rounds=40, hidden=256, layers=2, batch=4, sequence=128, quick=False
     )
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument(
-        "--quick", action="store_true", help="one small layer, few rounds, and nothing compiled"
-    )
-    parser.add_argument("--out", help="folder for the record")
-    arguments = parser.parse_args()
     if arguments.quick:
         arguments.hidden, arguments.layers, arguments.rounds = 128, 1, 5
 
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = small_llama(arguments.hidden, arguments.layers).to(device)
-    batch = torch.randint(256, (arguments.batch, arguments.sequence), device=device)
+    model = llama(arguments.hidden, arguments.layers, 2048).to(device())
+    batch = torch.randint(256, (arguments.batch, arguments.sequence), device=device())
     measured = []
     for backend, compiled in RECIPES[: len(RECIPES) - arguments.quick]:
         measured.append(measure(model, backend, compiled, batch, arguments.rounds))
-        print(
-            f"{backend}{', compiled' if compiled else ''}: {100 * measured[-1]['share']:.2f} %",
-            flush=True,
-        )
         torch.compiler.reset()
-    header = ["recipe", "ms a step", "between samples", "a sampled step", f"every {EVERY} steps"]
-    rows = [
-        [
-            each["backend"] + (", compiled" if each["compiled"] else ""),
-            f"{1000 * each['seconds']['off']['median_s']:.0f}",
-            interval(each["between"]),
-            interval(each["sampled"]),
-            f"{100 * each['share']:.2f} %",
-        ]
-        for each in measured
-    ]
-    print(table(header, rows))
-    record = {
-        "benchmark": "monitor_cost",
-        "every": EVERY,
-        "limit": LIMIT,
-        "rounds": arguments.rounds,
-        "recipes": measured,
-    }
-    record["model"] = {
-        name: getattr(arguments, name) for name in ("hidden", "layers", "batch", "sequence")
-    }
-    where = (
-        torch.cuda.get_device_name().split()[-1] if device == "cuda" else f"cpu_{cpu_features()}"
-    )
-    write_json(arguments.out and f"{arguments.out}/monitor_cost_{where}.json", record)
-    if costly := [
-        row[0] for row, each in zip(rows, measured, strict=True) if each["share"] > LIMIT
-    ]:
+    figures = {"every": EVERY, "limit": LIMIT, "recipes": measured}
+    printed("monitor", write_json(arguments, "cost of a monitor", **figures))
+    if costly := [each["backend"] for each in measured if each["share"] > LIMIT]:
         raise SystemExit(f"over {100 * LIMIT:g} % of the time: {', '.join(costly)}")
 
 

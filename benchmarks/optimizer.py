@@ -8,13 +8,13 @@ levels. The share is relative to a copy's rate.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from measuring import interleaved, ratio, summary, table, write_json
+from measuring import device, interleaved, options, ratio, summary, write_json
+from tables import printed
 
 from fp8_backends.formats.formats import E4M3, E4M11, FP16, ROOT8, Format
 from fp8_backends.kernels.adam import AdamSteps, Job, Slot, adam_hypers
@@ -169,61 +169,29 @@ def result(
     return found
 
 
-def row(found: dict) -> list:
-    ratios = [found[key]["ratio"] if key in found else "-" for key in ("to_fused", "to_torchao")]
-    numbers = [
-        "-" if found.get(key) is None else found[key] for key in ("bytes", "moved", "copy_share")
-    ]
-    return [found["step"], *numbers[:2], found["nanoseconds_per_element"], *ratios, numbers[2]]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    on = device()
+    arguments = options(
+        __doc__,
+        levels=";".join(LEVELS),
+        elements=2**28 if on == "cuda" else 20_000_000,
+        tensors=1,
+        runs=9,
+        eager=False,
     )
-    parser.add_argument("--levels", default=";".join(LEVELS), help="separated by semicolons")
-    parser.add_argument(
-        "--elements", type=int, default=2**28 if torch.cuda.is_available() else 20_000_000
-    )
-    parser.add_argument(
-        "--tensors", type=int, default=1, help="parameters that have these elements"
-    )
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument(
-        "--eager", action="store_true", help="as PyTorch's operations, one after the other"
-    )
-    parser.add_argument("--no-peers", action="store_true", help="without TorchAO and bitsandbytes")
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = arguments.elements, arguments.tensors, device
-    steps = {COPY: copy_step(arguments.elements, device), FUSED: peer_step(FUSED, *size)}
-    steps |= {} if arguments.no_peers else peer_steps(*size)
-    steps |= {
-        level: scaled_step(level, *size, not arguments.eager)
-        for level in arguments.levels.split(";")
-    }
-    seconds = interleaved({name: step.run for name, step in steps.items()}, arguments.runs)
+    size = arguments.elements, arguments.tensors, on
+    steps = {COPY: copy_step(arguments.elements, on), FUSED: peer_step(FUSED, *size)}
+    steps |= peer_steps(*size)
+    for level in arguments.levels.split(";"):
+        steps[level] = scaled_step(level, *size, not arguments.eager)
+    functions = {name: step.run for name, step in steps.items()}
+    calls = 8 if on == "cuda" else 1  # the GPU waits for Python's first call alone
+    seconds = interleaved(functions, arguments.runs, calls=calls, by_events=True)
     results = [
         result(name, step, seconds, arguments.elements, steps[COPY].moved)
         for name, step in steps.items()
     ]
-    header = [
-        "step",
-        "bytes / element",
-        "moved",
-        "ns / element",
-        "time / fused",
-        "/ AdamWFp8",
-        "share of a copy's rate",
-    ]
-    print(table(header, [row(each) for each in results]))
-    record = {
-        "question": "time of an optimizer step",
-        "elements": arguments.elements,
-        "tensors": arguments.tensors,
-    }
-    write_json(arguments.json, {**record, "compiled": not arguments.eager, "results": results})
+    printed("optimizer", write_json(arguments, "time of an optimizer step", results=results))
 
 
 if __name__ == "__main__":

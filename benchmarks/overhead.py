@@ -8,25 +8,12 @@ interval at most 1.02.
 
 from __future__ import annotations
 
-import argparse
 import copy
 
 import torch
-from measuring import interleaved, plain, ratio, summary, table, write_json
-
-
-def small_llama(hidden: int, layers: int):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=hidden,
-        intermediate_size=hidden * 3,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        max_position_embeddings=512,
-    )
-    return LlamaForCausalLM(config)
+from measuring import device, interleaved, options, ratio, summary, write_json
+from tables import printed
+from training import Prepared, llama
 
 
 def raw_step(model, batch):
@@ -40,7 +27,7 @@ def raw_step(model, batch):
     convert_to_float8_training(
         model, config=config, module_filter_fn=lambda m, name: name != "lm_head"
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step():
         with hardware.fast_autocast(batch.device.type):
@@ -54,44 +41,14 @@ def raw_step(model, batch):
 
 
 def accelerate_step(model, batch):
-    from accelerate import Accelerator
-
-    import fp8_backends
-
-    accelerator = Accelerator(
-        mixed_precision="fp8",
-        cpu=batch.device.type == "cpu",
-        kwargs_handlers=[fp8_backends.FP8RecipeKwargs(backend="ao:tensorwise")],
-    )
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-
-    def step():
-        loss = model(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    prepared = Prepared("ao:tensorwise", lambda: model, 1e-4)
+    return lambda: prepared.step(input_ids=batch, labels=batch)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=60)
-    parser.add_argument("--instances", type=int, default=3, help="of each loop")
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    model = small_llama(arguments.hidden, arguments.layers).to(device)
-    batch = torch.randint(256, (arguments.batch, arguments.sequence), device=device)
+    arguments = options(__doc__, runs=60, instances=3, hidden=384, layers=4, batch=4, sequence=128)
+    model = llama(arguments.hidden, arguments.layers, 512).to(device())
+    batch = torch.randint(256, (arguments.batch, arguments.sequence), device=device())
     loops = {"raw": raw_step, "accelerate": accelerate_step}
     steps = {
         (name, instance): loop(copy.deepcopy(model), batch)
@@ -101,26 +58,18 @@ def main() -> None:
     first = {key: [step().item() for _ in range(3)] for key, step in steps.items()}
     losses = {name: [first[name, i] for i in range(arguments.instances)] for name in loops}
     measured = interleaved(steps, arguments.runs)
-    seconds = {
-        name: [
-            sum(times)
-            for times in zip(*[measured[name, i] for i in range(arguments.instances)], strict=True)
-        ]
-        for name in loops
-    }
-    cost = ratio(seconds["accelerate"], seconds["raw"])
-    print(
-        table(
-            ["loop", "median s", "min s", "max s"],
-            [[n, *list(summary(s).values())[:3]] for n, s in seconds.items()],
-        )
+    seconds = {}
+    for name in loops:
+        instances = (measured[name, i] for i in range(arguments.instances))
+        seconds[name] = [sum(times) for times in zip(*instances, strict=True)]
+    record = write_json(
+        arguments,
+        "adapter cost",
+        seconds={name: summary(times) for name, times in seconds.items()},
+        ratio=ratio(seconds["accelerate"], seconds["raw"]),
+        losses_equal=losses["raw"] == losses["accelerate"],
     )
-    pairs = f"{cost['runs']} pairs of {arguments.instances} steps"
-    print(f"accelerate / raw: {cost['ratio']:.4f} [{cost['low']:.4f}, {cost['high']:.4f}], {pairs}")
-    print(f"first losses equal to the bit: {losses['raw'] == losses['accelerate']}")
-    record = {"question": "adapter cost", "precision": plain()}
-    record |= {"seconds": {n: summary(s) for n, s in seconds.items()}, "ratio": cost}
-    write_json(arguments.json, {**record, "losses_equal": losses["raw"] == losses["accelerate"]})
+    printed("overhead", record)
 
 
 if __name__ == "__main__":

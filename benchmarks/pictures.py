@@ -13,7 +13,6 @@ the records.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import targets
+from tables import dated
 
 from fp8_backends.compute import chips
 from fp8_backends.states.levels import STATE_FORMATS
@@ -196,17 +196,12 @@ def record(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def dated(date: str) -> str:
-    day = datetime.date.fromisoformat(date[:10])
-    return f"{day.day} {day:%B %Y}"
-
-
 def plain(version: str) -> str:
     return version.split("+")[0]
 
 
 def percent(ratio: float) -> str:
-    return with_minus_signs(f"{100 * (ratio - 1):+.0f} %")
+    return targets.percent(ratio - 1, 0)
 
 
 # The pictures

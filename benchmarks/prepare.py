@@ -10,16 +10,23 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
-import subprocess
-import sys
 import time
 
 import torch
-from measuring import interval, ratio, reset_highest, resident, settle, summary, table, write_json
+from measuring import (
+    RETURNING,
+    answer,
+    options,
+    ratio,
+    reset_highest,
+    resident,
+    settle,
+    summary,
+    write_json,
+)
+from tables import printed
 from torch import nn
 
 ON_META = {
@@ -87,80 +94,33 @@ def added_memory(backend: str, layers: int, width: int) -> dict:
     }
 
 
-def in_own_process(backend: str, arguments) -> dict:
-    """Run `added_memory` with a C library that returns freed blocks to the system at once:
-    otherwise resident memory would include its reserves."""
-    environment = {
-        **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
-    command = [sys.executable, __file__, "--worker", backend]
-    command += [
-        "--large-layers",
-        str(arguments.large_layers),
-        "--large-width",
-        str(arguments.large_width),
-    ]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{backend}: its process ended with {done.returncode}, see above")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = options(
+        __doc__,
+        layers=2000,
+        width=128,
+        rounds=5,
+        backends="native:dynamic,native:delayed,ao:tensorwise,msamp:O2,msamp:O3",
+        meta_layers=32,
+        large_layers=24,
+        large_width=2048,
+        worker=str,
     )
-    parser.add_argument("--layers", type=int, default=2000)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--backends", default="native:dynamic,native:delayed,ao:tensorwise,msamp:O2,msamp:O3"
-    )
-    parser.add_argument(
-        "--meta-layers", type=int, default=32, help="of the model on the meta device"
-    )
-    parser.add_argument("--large-layers", type=int, default=24)
-    parser.add_argument("--large-width", type=int, default=2048)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
     torch.manual_seed(0)
+    large = arguments.large_layers, arguments.large_width
     if arguments.worker:
-        print(
-            json.dumps(
-                added_memory(arguments.worker, arguments.large_layers, arguments.large_width)
-            )
-        )
+        print(json.dumps(added_memory(arguments.worker, *large)))
         return
     backends = arguments.backends.split(",")
-    record = {
-        "question": "cost of prepare",
-        "layers": arguments.layers,
-        "growth": [growth(backend, arguments) for backend in backends],
-        "on_meta": [on_meta(backend, arguments.meta_layers) for backend in backends],
-        "memory": [in_own_process(backend, arguments) for backend in backends],
-    }
-    write_json(arguments.json, record)
-    rows = []
-    for grown, meta, memory in zip(
-        record["growth"], record["on_meta"], record["memory"], strict=True
-    ):
-        share = "-" if memory["added"] is None else memory["added"] / memory["weights"]
-        medians = [grown[key]["median_s"] for key in ("one", "two")]
-        rows.append([grown["backend"], *medians, interval(grown["ratio"]), meta["seconds"], share])
-        rows[-1].append(memory["same_storage"])
-    n, billions = arguments.layers, record["on_meta"][0]["parameters"] / 1e9
-    header = [
-        "backend",
-        f"{n} s",
-        f"{2 * n} s",
-        "ratio",
-        f"{billions:.1f} billion on meta, s",
-        "added / weights",
-    ]
-    print(table([*header, "same storage"], rows))
+    words = ("--large-layers", large[0], "--large-width", large[1], "--worker")
+    record = write_json(
+        arguments,
+        "cost of prepare",
+        growth=[growth(backend, arguments) for backend in backends],
+        on_meta=[on_meta(backend, arguments.meta_layers) for backend in backends],
+        memory=[answer(__file__, *words, backend, **RETURNING) for backend in backends],
+    )
+    printed("prepare", record)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ Settings that a source does not state are assumed, and the record says so.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-from measuring import table, write_json  # noqa: E402
+from measuring import options, write_json  # noqa: E402
+from tables import published  # noqa: E402
 
 from fp8_backends.compute import rates  # noqa: E402
 
@@ -292,35 +292,17 @@ def layers() -> list[dict]:
     return found
 
 
-def signed(row: dict) -> str:
-    return f"{100 * (row['predicted'] / row['published'] - 1):+.1f} %"
-
-
-def errors(rows: list[dict]) -> list[float]:
-    """Return |predicted / published - 1|, sorted."""
-    return sorted(abs(row["predicted"] / row["published"] - 1) for row in rows)
-
-
 def rows_of(runs: Iterable[Run]) -> list[dict]:
     traced: dict = {}
     return [row for run in runs for row in predicted(run, traced)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+    arguments = options(__doc__)
     rows = [*layers(), *rows_of(RUNS)]
-    record = {"question": "published runs, predicted", "results": rows, "cards": cards()}
-    record["offloaded"] = offloaded()
-    write_json(arguments.json, record)
-    cells = [
-        [*(row[name] for name in ("what", "backend", "published", "predicted")), signed(row)]
-        for row in rows
-    ]
-    print(table(["run", "backend", "published", "predicted", "error"], cells))
+    question = "published runs, predicted"
+    record = write_json(arguments, question, results=rows, cards=cards(), offloaded=offloaded())
+    print(published({"published": record}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ step.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import random
@@ -26,7 +25,8 @@ import datasets
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
-from measuring import table, write_json
+from measuring import options, write_json
+from tables import printed
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
@@ -205,15 +205,7 @@ def results(runs: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--settings", default=",".join(SETTINGS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, settings=",".join(SETTINGS), seeds=5, steps=100, lr=3e-4)
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     datasets.disable_progress_bars()
     runs, begun = [], time.perf_counter()
@@ -221,22 +213,10 @@ def main() -> None:
         runs += [
             run(each, seed, arguments.steps, arguments.lr) for each in arguments.settings.split(",")
         ]
-    found = results(runs)
-    rows = [
-        [
-            each["setting"],
-            *(f"{each['gap'][name]:.3g}" for name in FIGURES),
-            f"{each['curve'][-1]['mean']:.3f}",
-        ]
-        for each in found
-    ]
-    print(table(["setting", *FIGURES, "reward at the end"], rows))
-    record = {
-        "question": "policy gap and rewards of GRPO by the precision of rollouts",
-        "steps": arguments.steps,
-    }
-    record |= {"lr": arguments.lr, "minutes": (time.perf_counter() - begun) / 60}
-    write_json(arguments.json, {**record, "results": found, "runs": runs})
+    minutes = (time.perf_counter() - begun) / 60
+    question = "policy gap and rewards of GRPO by the precision of rollouts"
+    record = write_json(arguments, question, minutes=minutes, results=results(runs), runs=runs)
+    printed("rollouts", record)
 
 
 if __name__ == "__main__":

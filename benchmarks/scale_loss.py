@@ -17,7 +17,6 @@ five times as much.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -28,8 +27,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from measuring import Attempts, cpu_features, machine, plain, table
+from measuring import Attempts, cpu_features, device, machine, options, plain
+from tables import printed
 
 from fp8_backends.tools.compare.summary import LOSS_GAP_BOUND, paired_gap
 from fp8_backends.tools.compare.training_run import Run
@@ -121,27 +120,21 @@ def results(runs: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    on = device()
+    arguments = options(
+        __doc__,
+        variants=";".join(name for name in VARIANTS if name not in FURTHER),
+        seeds=8,
+        steps=160,
+        warmup_share=0.5,
+        hidden=384,
+        layers=6,
+        device=(on, *{"cpu", "cuda"} - {on}),
+        workers=1,
+        minutes=math.inf,
     )
-    parser.add_argument(
-        "--variants", nargs="*", choices=list(VARIANTS), default=[*VARIANTS.keys() - FURTHER]
-    )
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--warmup-share", type=float, default=0.5)
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time, a process each")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin no further run after so many"
-    )
-    parser.add_argument("--json", type=Path, required=True)
-    arguments = parser.parse_args()
-    record = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"runs": []}
+    file = Path(arguments.json)
+    record = json.loads(file.read_text()) if file.exists() else {"runs": []}
     told = {
         name: getattr(arguments, name)
         for name in ("steps", "warmup_share", "hidden", "layers", "device")
@@ -150,9 +143,10 @@ def main() -> None:
     told |= {"features": chip, "precision": plain(arguments.device), "text": _text().sha256}
     if record["runs"] and {name: record[name] for name in told} != told:
         raise SystemExit(
-            f"{arguments.json.name} holds runs of other settings or another chip: name another file"
+            f"{file.name} holds runs of other settings or another chip: name another file"
         )
-    asked = {*arguments.variants, *(VARIANTS[name].against for name in arguments.variants)}
+    variants = arguments.variants.split(";")
+    asked = {*variants, *(VARIANTS[name].against for name in variants)}
     # a reference first: its pairs are complete at once
     names = [name for name in VARIANTS if name in asked]
     done = {(run["seed"], run["variant"]) for run in record["runs"]}
@@ -173,22 +167,12 @@ def main() -> None:
             print(f"{run['variant']}, seed {run['seed']}: {run['held_out_loss']:.4f}", flush=True)
             question = "losses at ten million parameters, paired by seed"
             written = {"machine": machine(), "question": question, **told, "runs": record["runs"]}
-            unfinished = arguments.json.with_suffix(".part")
+            unfinished = file.with_suffix(".part")
             unfinished.write_text(
                 json.dumps({**written, "results": results(record["runs"])}, indent=1) + "\n"
             )
-            unfinished.replace(arguments.json)
-    header = ["variant", "seeds", "minutes a run", "gap, nats", "half width"]
-    rows = [
-        [
-            row["variant"],
-            row["seeds"],
-            f"{row['minutes']:.1f}",
-            *((row["gap"] or {}).get(key) for key in ("mean", "half_width")),
-        ]
-        for row in results(record["runs"])
-    ]
-    print(table(header, rows))
+            unfinished.replace(file)
+    printed("scale-loss", {**told, "results": results(record["runs"])})
     attempt.end()
 
 

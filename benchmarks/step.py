@@ -4,27 +4,33 @@ A Llama-shaped model through stock Accelerate (FP32 weights and states, bf16 aut
 stores its own), AdamW, the same batches of text for every backend. On a CPU without bf16 products
 FP32 takes the place of bf16. `--together` keeps all models in memory and takes their steps in turn;
 without it one follows the other, the plain one runs again at the end, and `drift` is its change.
+A steady state comes first: a chip gets slower as it gets hotter, and the first backend must not
+have a cooler one. A backend may carry fields: `msamp:O2?fused_head=True&include=+lm_head`.
+`--profile` adds the milliseconds of two steps by kinds of kernels.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
+import re
 
 import torch
 from measuring import (
     DTYPES,
     Attempts,
+    clocks,
+    device,
     interleaved,
-    interval,
+    options,
     plain,
     ratio,
+    split,
     summary,
     synchronize,
-    table,
+    timed,
     write_json,
 )
-from training import SHAPES, Text, Training, device, free
+from tables import printed
+from training import SHAPES, Text, Training, free
 
 
 def describe(training: Training, losses: list[torch.Tensor], seconds: list[float]) -> dict:
@@ -46,6 +52,8 @@ def describe(training: Training, losses: list[torch.Tensor], seconds: list[float
         "parameters": training.parameters(),
         "last_loss": sum(tail) / len(tail),
         "losses": values,
+        "attention": training.attention(),
+        "clocks": clocks(),
     }
 
 
@@ -60,19 +68,60 @@ def together(names: list[tuple[str, str]], make, arguments) -> dict:
     }
 
 
+STEADY, MOST_READINGS = 0.01, 12
+"""Relative change of two readings of a hot chip, and the most readings before giving up."""
+
+
 def alone(training: Training, arguments) -> dict:
     """Take steps without another model in memory. Several run between two clock readings, and count
     as their mean: a device synchronization after every step would measure its latency as well."""
     losses = [training.step() for _ in range(arguments.warmup)]
+
+    def read(steps: int) -> float:
+        return timed(lambda: losses.append(training.step()), steps)
+
+    readings = [read(arguments.every)]
+    while len(readings) < MOST_READINGS:
+        readings.append(read(arguments.every))
+        if abs(readings[-1] / readings[-2] - 1) < STEADY:
+            break
     seconds: list[float] = []
     while len(seconds) < arguments.steps:
         together = min(arguments.every, arguments.steps - len(seconds))
+        seconds += [read(together)] * together
+    found = {**describe(training, losses, seconds), "seconds": seconds, "until_steady_s": readings}
+    if arguments.profile:
+        found["profile_ms"] = profile(training)
+    return found
+
+
+KINDS = {
+    "attention": r"cudnn.*(sdpa|fmha|attn)|flash|fmha|sdpa",
+    "FP8 products": r"nvjet_(sm90_)?[qo]|e4m3|e5m2|fp8.*gemm|f8f8|cutlass.*f8",
+    "other products": r"nvjet|gemm|cutlass|cublas|sm90_xmma|s16816",
+    "optimizer": r"multi_tensor_apply|FusedAdam|write_kernel|bounds_kernel",
+    "own kernels": r"cast_kernel|amax_kernel|vectors_kernel|squares_kernel|cross_entropy_kernel",
+    "Inductor": r"^triton_",
+    "others": "",
+}
+"""Names of kernels by kind; the first that fits counts."""
+
+
+def profile(training: Training, steps: int = 2) -> dict[str, float]:
+    """Return the milliseconds of a step by kind of kernel, and from its first kernel to its last."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as run:
+        for _ in range(steps):
+            training.step()
         synchronize()
-        start = time.perf_counter()
-        losses += [training.step() for _ in range(together)]
-        synchronize()
-        seconds += [(time.perf_counter() - start) / together] * together
-    return {**describe(training, losses, seconds), "seconds": seconds}
+    kernels = [e for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spent = dict.fromkeys(KINDS, 0.0)
+    for each in kernels:
+        kind = next(kind for kind, names in KINDS.items() if re.search(names, each.name))
+        spent[kind] += each.time_range.elapsed_us() / steps / 1e3
+    ends = [time for e in kernels for time in (e.time_range.start, e.time_range.end)] or [0.0]
+    return spent | {"first to last kernel": (max(ends) - min(ends)) / steps / 1e3}
 
 
 def in_turn(names: list[tuple[str, str]], make, arguments, keep, attempt: Attempts) -> dict:
@@ -109,18 +158,6 @@ def results_of(found: dict) -> list[dict]:
     return results
 
 
-def printed(results: list[dict]) -> str:
-    times, peaks = f"times {plain()}", f"peak / {plain()}"
-    header = ["backend", "form", "tokens/s", times, "peak MB", peaks, "FP8 share", "last loss"]
-    rows = []
-    for r in results:
-        speed = interval(r["times_plain"]) if "times_plain" in r else "-"
-        peak = round(r["peak_bytes"] / 1e6) if r["peak_bytes"] else "-"
-        rows.append([r["backend"], r["form"], round(r["tokens_per_second"]), speed, peak])
-        rows[-1] += [r.get("peak_to_plain") or "-", r["flops_share"], r["last_loss"]]
-    return table(header, rows)
-
-
 def runnable(backends: list[str], forms: list[str]) -> list[tuple[str, str]]:
     """Return every backend in every form, the plain one first; a backend without its library is
     named, not hidden."""
@@ -128,9 +165,9 @@ def runnable(backends: list[str], forms: list[str]) -> list[tuple[str, str]]:
 
     names = []
     for backend in dict.fromkeys([plain(), *backends]):
+        name, _ = split(backend)
         available = (
-            backend in DTYPES
-            or fp8_backends.available_backends()[fp8_backends.resolve(backend).compute]
+            name in DTYPES or fp8_backends.available_backends()[fp8_backends.resolve(name).compute]
         )
         if available:
             names += [(backend, form) for form in forms]
@@ -140,43 +177,32 @@ def runnable(backends: list[str], forms: list[str]) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     cuda = device() == "cuda"
-    parser.add_argument(
-        "--backends", default="native:dynamic,native:delayed,ao:tensorwise,msamp:O2"
+    shapes = dict.fromkeys(["1b" if cuda else "small", *SHAPES])
+    arguments = options(
+        __doc__,
+        backends="native:dynamic,native:delayed,ao:tensorwise,msamp:O2",
+        forms="eager",
+        shape=tuple(shapes),
+        layers=int,
+        sequence=4096 if cuda else 128,
+        batch=2 if cuda else 4,
+        steps=10,
+        warmup=4,
+        every=4 if cuda else 1,
+        together=False,
+        profile=False,
     )
-    parser.add_argument(
-        "--forms", default="eager", help="eager, compiled (each decoder layer) or both with a comma"
-    )
-    parser.add_argument("--shape", choices=list(SHAPES), default="1b" if cuda else "small")
-    parser.add_argument("--layers", type=int, help="in place of the shape's own")
-    parser.add_argument("--sequence", type=int, default=4096 if cuda else 128)
-    parser.add_argument("--batch", type=int, default=2 if cuda else 4)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument(
-        "--every",
-        type=int,
-        default=4 if cuda else 1,
-        help="steps between two readings of the clock",
-    )
-    parser.add_argument(
-        "--together", action="store_true", help="all models in memory, steps in turn"
-    )
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
     text = Text(arguments.sequence)
 
     def make(backend: str, form: str) -> Training:
         return Training(backend, arguments.shape, text, arguments.batch, form, arguments.layers)
 
-    def keep(found: dict) -> None:
-        told = {name: value for name, value in vars(arguments).items() if name != "json"}
-        record = {"question": "cost of a training step", "precision": plain(), "arguments": told}
-        record["text"] = text.text.description
-        write_json(arguments.json, {**record, "results": results_of(found)})
+    def keep(found: dict) -> dict:
+        results = results_of(found)
+        return write_json(
+            arguments, "cost of a training step", text=text.text.description, results=results
+        )
 
     names = runnable(arguments.backends.split(","), arguments.forms.split(","))
     attempt = Attempts()
@@ -184,8 +210,7 @@ def main() -> None:
         found = together(names, make, arguments)
     else:
         found = in_turn(names, make, arguments, keep, attempt)
-    keep(found)
-    print(printed(results_of(found)))
+    printed("step", keep(found))
     attempt.end()
 
 

@@ -1,17 +1,16 @@
 """Write the tables of measurements in `benchmarks/README.rst`, `README.rst` and three pages from the
 records in `benchmarks/results`.
 
-    benchmarks/tables.py                                  prints them all
+    benchmarks/tables.py                                  prints them all, of every machine
+    benchmarks/tables.py step linear                      prints these
     benchmarks/tables.py --write                          writes each between its markers in all documents
     benchmarks/tables.py --write benchmarks/README.rst    the same in one document
 
-The markers are comments: `.. begin table NAME` and `.. end table NAME`. `README.rst` and the index
-have the table `summary`, three of the main `figures`; `README.rst` also `headline` and `choices`;
-`tables.rst` has `models`, `cards` and `llmq`, and `speed.rst` `published`. A question without a
-record prints `not yet measured`. CPU questions have a table per recorded kind of CPU, and the
-targets read one CPU with bf16 products and one without: the usual two, `targets.USUAL`, if
-recorded, else the first by name. Every table but the README's names the machine, the versions and
-the date, and pairs speeds with losses for trained models.
+The markers are comments: `.. begin table NAME` and `.. end table NAME`. Most tables are described
+by their columns; a benchmark prints its own record by the same description. In a document a table
+shows its first record and links the others. A question without a record prints `not yet measured`.
+Targets read one CPU with bf16 products and one without: the usual two, `targets.USUAL`, if
+recorded, else the first by name.
 """
 
 from __future__ import annotations
@@ -20,11 +19,14 @@ import argparse
 import datetime
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import targets
-from targets import Records, gap
+from measuring import table, text
+from targets import Records, error_of, gap
 
 from fp8_backends.compute import chips
 
@@ -40,33 +42,22 @@ NAMED = ("torch", "triton", "torchao", "transformer-engine", "bitsandbytes")
 """Libraries with versions above a table."""
 
 
-def rst(header: list[str], rows: list[list]) -> str:
-    """A simple table of reStructuredText. The first column must not be empty."""
-    cells = [header, *[[_text(cell) for cell in row] for row in rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    rule = "  ".join("=" * width for width in widths)
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
-    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
-
-
-def _text(cell: object) -> str:
-    if cell in (None, "-"):
-        return "\N{EN DASH}"  # a lone hyphen would begin a list
-    return (
-        f"{cell:.3g}"
-        if isinstance(cell, float) and abs(cell) < 100
-        else str(round(cell))
-        if isinstance(cell, float)
-        else str(cell)
-    )
+# The machine of a record
 
 
 def cpu(features: str) -> str:
     """Expand the name of a CPU's features."""
     return features if targets.has_bf16(features) else f"{features}: without bf16 products"
+
+
+def dated(date: str) -> str:
+    day = datetime.date.fromisoformat(date[:10])
+    return f"{day.day} {day:%B %Y}"
+
+
+def versions_and_date(machine: dict) -> str:
+    versions = [f"{name} {machine[name].split('+')[0]}" for name in NAMED if machine.get(name)]
+    return f"{', '.join(versions)}, {dated(machine['date'])}"
 
 
 def where(record: dict, features: str = "") -> str:
@@ -80,43 +71,676 @@ def where(record: dict, features: str = "") -> str:
         chip = f"{threads} {'core' if threads == 1 else 'cores'} of an {chip}"
     if features:
         chip += f" ({'; '.join(filter(None, [cpu(features), machine.get('switched')]))})"
-    versions = [f"{name} {machine[name].split('+')[0]}" for name in NAMED if machine.get(name)]
-    date = datetime.date.fromisoformat(machine["date"])
-    return f"{chip}, {', '.join(versions)}, {date.day} {date:%B %Y}"
-
-
-def percent(share: float, sign: bool = True) -> str:
-    return (
-        f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}") if sign else f"{100 * share:.0f} %"
-    )
-
-
-def quoted(backend: str) -> str:
-    return f"``{backend}``"
-
-
-def of_records(records: Records, names: dict[str, str], made: Callable[[dict], str]) -> str:
-    """Return one table per record, under its title; a sentence per missing record. For a CPU, all
-    kinds of CPU, the usual ones first."""
-    parts = []
-    for name, title in names.items():
-        on_cpu = name.endswith("_cpu")
-        kinds = (
-            dict.fromkeys([*targets.USUAL, *targets.features_of(records, name)]) if on_cpu else [""]
-        )
-        for features in kinds:
-            record = records.get(f"{name}_{features}" if features else name)
-            if record:
-                parts += [textwrap.fill(f"{title} ({where(record, features)}):", 120), made(record)]
-            else:
-                kind = f" ({cpu(features)})" if features else ""
-                parts.append(textwrap.fill(f"{title}{kind}: not yet measured.", 120))
-    return "\n\n".join(parts)
+    return f"{chip}, {versions_and_date(machine)}"
 
 
 def plain(record: dict) -> str:
     """Return the baseline of FP8 in a record, as text."""
     return "FP32" if record.get("precision") == "fp32" else "bf16"
+
+
+def link(name: str) -> str:
+    (file,) = RESULTS.glob(f"{name}.*")
+    return f"`{name} <results/{file.name}>`_"
+
+
+# Cells
+
+
+def code(name: str) -> str:
+    return f"``{name}``"
+
+
+def percent(share: float) -> str:
+    return targets.percent(share)
+
+
+def share(of: float) -> str:
+    return f"{100 * of:.0f} %"
+
+
+def fixed(digits: int) -> Callable[[float], str]:
+    return lambda value: f"{value:.{digits}f}"
+
+
+def significant(digits: int) -> Callable[[float], str]:
+    return lambda value: f"{value:.{digits}g}"
+
+
+def whole(value: float) -> str:
+    return str(round(value))
+
+
+def by_x(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def milliseconds(seconds: float) -> float:
+    return seconds * 1e3
+
+
+def paired(found: dict) -> str | None:
+    """Return a mean gap with half of its interval."""
+    return gap(found["mean"], found["half_width"]) if found["half_width"] is not None else None
+
+
+def interval(digits: int) -> Callable[[dict], str]:
+    def shown(ratio: dict) -> str:
+        ends = (f"{ratio[name]:.{digits}f}" for name in ("ratio", "low", "high"))
+        return "{} [{}, {}]".format(*ends)
+
+    return shown
+
+
+def relative(key: str, to_plain: str) -> Callable[[dict], str | None]:
+    """Return megabytes with their change."""
+
+    def read(row: dict) -> str | None:
+        if not row[key] or row.get(to_plain) is None:
+            return None
+        return f"{row[key] / 1e6:.0f} MB ({percent(row[to_plain] - 1)})"
+
+    return read
+
+
+def spread(values: list[float]) -> str | None:
+    if not values:
+        return None
+    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
+    return low if low == high else f"{low} to {high}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """Describe a column: `read` is a path of keys with dots, or a function of a row."""
+
+    title: str
+    read: str | Callable[[dict], Any]
+    shown: Callable[[Any], Any] = text
+
+    def cell(self, row: dict) -> Any:
+        value: Any = row
+        if callable(self.read):
+            value = self.read(row)
+        else:
+            for key in self.read.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+        return None if value is None else self.shown(value)
+
+
+def results(record: dict) -> list[dict]:
+    return record["results"]
+
+
+def no_note(record: dict) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Describe the table of a question."""
+
+    titles: dict[str, str]
+    """Names of records, a CPU's without its features, with the caption above each table. The first
+    recorded one is shown in documents."""
+    columns: Callable[[dict], list[Column]] | list[Column]
+    rows: Callable[[dict], list[dict]] = results
+    note: Callable[[dict], str] = no_note
+    """Text below the table."""
+
+    def of(self, record: dict) -> str:
+        columns = self.columns if isinstance(self.columns, list) else self.columns(record)
+        header = [each.title.replace("{plain}", plain(record)) for each in columns]
+        made = table(
+            header, [[column.cell(row) for column in columns] for row in self.rows(record)]
+        )
+        return "\n\n".join(filter(None, [made, self.note(record)]))
+
+    def recorded(self, records: Records) -> list[tuple[str, str, str]]:
+        """Return (title, name, features) of each record: of a CPU's question all kinds of CPU, the
+        usual ones first."""
+        found = []
+        for name, title in self.titles.items():
+            if name in records:
+                found.append((title, name, ""))
+            if name.endswith("_cpu"):
+                for features in targets.features_of(records, name):
+                    found.append((title, f"{name}_{features}", features))
+        return found
+
+    def __call__(self, records: Records) -> str:
+        """Return the tables of all records."""
+        found = self.recorded(records)
+        parts = []
+        for title, name, features in found:
+            parts.append(wrapped(f"{title} ({where(records[name], features)}):"))
+            parts.append(self.of(records[name]))
+        missing = [title for title in self.titles.values() if title not in {of[0] for of in found}]
+        parts += [wrapped(f"{title}: not yet measured.") for title in missing]
+        return "\n\n".join(parts)
+
+    def brief(self, records: Records) -> str:
+        """Return the table of the first record, with links to it and to the others."""
+        found = self.recorded(records)
+        if not found:
+            return self(records)
+        (title, name, features), *others = found
+        caption = f"{title}: {link(name)} ({where(records[name], features)})"
+        if others:
+            caption += f"; also {', '.join(link(each[1]) for each in others)}"
+        return f"{wrapped(caption + '.')}\n\n{self.of(records[name])}"
+
+
+def wrapped(sentence: str) -> str:
+    return textwrap.fill(sentence, 120, break_long_words=False, break_on_hyphens=False)
+
+
+# Rows and columns of some tables
+
+
+def unpaired(record: dict) -> str:
+    alone = any(not each.get("to_plain", {}).get("paired", True) for each in record["results"])
+    return "Plain bf16 ran once: all rounds are compared with it." if alone else ""
+
+
+def with_interval(record: dict) -> list[dict]:
+    """Return the variants with two seeds or more."""
+    return [each for each in record["results"] if each["gap"] and each["gap"]["half_width"]]
+
+
+def asked(record: dict) -> str:
+    warmup = round(record["warmup_share"] * record["steps"])
+    return f"{record['steps']} steps, {warmup} of warm-up, nats with 95 % intervals."
+
+
+def curve(record: dict) -> list[Column]:
+    """Return the columns of GRPO: the policy gap, and the rewards at four tenths of the steps."""
+    tenth = record.get("arguments", record)["steps"] // 10
+    columns = [
+        Column("setting", "setting", code),
+        Column("mean gap, nats", "gap.mean", significant(2)),
+        Column("largest", "gap.largest", significant(2)),
+        Column("k3", "gap.k3", significant(2)),
+        Column(
+            "multiplicative error \N{MINUS SIGN} 1",
+            lambda row: f"{row['gap']['mult_prob_error'] - 1:.2g}",
+        ),
+    ]
+    for at in (0, 2, 4, 9):
+        columns.append(Column(f"{at * tenth + 1} to {(at + 1) * tenth}", reward_at(at)))
+    return columns
+
+
+def reward_at(tenth: int) -> Callable[[dict], str]:
+    return lambda row: "{mean:.3f} ± {half_width:.3f}".format(**row["curve"][tenth])
+
+
+def of_results(key: str) -> Callable[[dict], str]:
+    return lambda row: share(row[key] / row["results"])
+
+
+def to_first(record: dict) -> list[dict]:
+    """Return the levels with their peaks over the first one's, plain training."""
+    first, *_ = record["results"]
+    rows = []
+    for each in record["results"]:
+        extra = [f"{name}={each[name]}" for name in OPTIONAL if each.get(name)]
+        row = {**each, "name": ", ".join(map(code, [each["backend"], *extra]))}
+        for key in ("peak_tensor_bytes", "peak_resident_bytes"):
+            row[f"{key}_to_plain"] = each[key] / first[key] if each[key] and first[key] else None
+        rows.append(row)
+    return rows
+
+
+OPTIONAL = ("saved_activations", "gradient_release")
+
+
+def but_plain(record: dict) -> list[dict]:
+    return [each for each in record["summaries"] if each["backend"] != plain(record).lower()]
+
+
+def above_first(record: dict) -> list[dict]:
+    """Return the long runs with their losses above the first one's."""
+    reference, *_ = ([point["held_out_loss"] for point in run["points"]] for run in record["runs"])
+    rows = []
+    for number, run in enumerate(record["runs"]):
+        losses = [point["held_out_loss"] for point in run["points"]]
+        above = [a - b for a, b in zip(losses, reference, strict=True)]
+        ends = {"last": above[-1], "most": max(above)} if number else {}
+        stuck = sum(run["stuck"].values())
+        rows.append({"backend": run["backend"], "loss": losses[-1], "stuck": stuck, **ends})
+    return rows
+
+
+def nats(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "\N{MINUS SIGN}")
+
+
+def of_prepare(record: dict) -> list[dict]:
+    parts = (record[name] for name in ("growth", "on_meta", "memory"))
+    rows = []
+    for grown, meta, memory in zip(*parts, strict=True):
+        added = None if memory["added"] is None else memory["added"] / memory["weights"]
+        rows.append({**grown, "seconds": meta["seconds"], "added": added})
+    return rows
+
+
+def layers_of(record: dict) -> list[Column]:
+    n = record.get("layers") or record["arguments"]["layers"]
+    return [
+        Column("backend", "backend", code),
+        Column(f"{n:,} Linears, s", "one.median_s"),
+        Column(f"{2 * n:,}, s", "two.median_s"),
+        Column("ratio", "ratio.ratio"),
+        Column("8 billion on meta, s", "seconds"),
+        Column("memory added", "added", share),
+    ]
+
+
+def of_modules(record: dict) -> list[dict]:
+    return [
+        {"module": name, **time, "over": record["to_accelerate"][name]["ratio"]}
+        for name, time in record["seconds"].items()
+    ]
+
+
+def by_processes(record: dict) -> list[dict]:
+    """Return the ratios of all backends, by model and processes."""
+    groups: dict[tuple, dict] = {}
+    for each in record["results"]:
+        processes = "one process"
+        if each["ranks"] > 1:
+            processes = f"{each['sharding'].upper()}, {each['ranks']} processes"
+        names = {"model": each["model"], "processes": processes}
+        group = groups.setdefault(tuple(names.values()), names)
+        for key, ratio in each["ratio"].items():
+            group.setdefault(key, []).append(ratio)
+    return list(groups.values())
+
+
+def by_model(record: dict) -> list[dict]:
+    """Return the results of all backends, by model."""
+    rows: dict[str, dict] = {}
+    for each in record["results"]:
+        row = rows.setdefault(each["model"], {"model": each["model"], "of": []})
+        row[each["backend"]] = f"{100 * each['flops_share']:.1f} %"
+        row["of"].append(each)
+    return list(rows.values())
+
+
+def yes(holds: Iterable[bool]) -> str:
+    return "yes" if all(holds) else "no"
+
+
+def off(row: dict) -> str:
+    ratios = (each["flops_share"] / each["flops_share_by_pytorch"] for each in row["of"])
+    return f"{100 * max(abs(each - 1) for each in ratios):.2f} %"
+
+
+def of_models(record: dict) -> list[Column]:
+    backends = dict.fromkeys(each["backend"] for each in record["results"])
+    return [
+        Column("model", "model"),
+        *(Column(code(name), name) for name in backends),
+        Column("off", off),
+        Column("learns", lambda row: yes(of["losses"][-1] < of["losses"][0] for of in row["of"])),
+        Column("reloads", lambda row: yes(of["reloaded_equal"] for of in row["of"])),
+        Column(
+            "estimate / peak",
+            lambda row: spread(
+                [
+                    of["estimated_peak"] / of["measured_peak"]
+                    for of in row["of"]
+                    if "measured_peak" in of
+                ]
+            ),
+        ),
+    ]
+
+
+def published_shapes(record: dict) -> str:
+    """Return the table of traced shapes."""
+    if not record.get("shapes"):
+        return ""
+    backends = dict.fromkeys(each["backend"] for each in record["results"])
+
+    def traced(backend: str) -> Callable[[dict], str]:
+        return lambda row: (
+            f"{100 * row['flops_share'][backend]:.1f} %, "
+            f"{row['static'][backend] / row['parameters']:.2f}"
+        )
+
+    columns = [
+        Column("shape", "model"),
+        Column("parameters", lambda row: f"{row['parameters'] / 1e9:.1f} billion"),
+        *(Column(code(name), traced(name)) for name in backends),
+    ]
+    told = (
+        "Published shapes, a training step traced without memory: the share in FP8, "
+        "and the bytes of weights, gradients and optimizer states for each parameter."
+    )
+    return f"{textwrap.fill(told, 120)}\n\n{Table({}, columns, lambda of: of['shapes']).of(record)}"
+
+
+def of_steps(record: dict) -> list[Column]:
+    """Return the columns of a predicted step: the layer's kernels, and its milliseconds."""
+    names = dict.fromkeys(line["what"] for each in record["results"] for line in each["lines"])
+
+    def spent(what: str) -> Callable[[dict], float | None]:
+        def read(row: dict) -> float | None:
+            seconds = {line["what"]: line["seconds"] for line in row["lines"]}
+            return milliseconds(seconds[what]) if what in seconds else None
+
+        return read
+
+    return [
+        Column("backend", "backend", code),
+        Column("tokens/s", "tokens_per_second", whole),
+        Column("kernels", "layer.kernels"),
+        Column("MB", lambda row: whole(row["layer"]["bytes"] / 1e6)),
+        Column("of its MLP", "mlp.kernels"),
+        Column("MB", lambda row: whole(row["mlp"]["bytes"] / 1e6)),
+        Column(
+            "calls of an eager Linear",
+            lambda row: row["eager"] and row["eager"]["launches"] + row["eager"]["operators"],
+        ),
+        *(Column(f"{name}, ms", spent(name)) for name in names),
+    ]
+
+
+BACKEND = Column("backend", "backend", code)
+LOSS = Column("held-out loss", "held_out_loss", fixed(4))
+GAP = Column("gap to {plain}, nats", "gap", paired)
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    "linear": Table(
+        {
+            "linear_eager_gpu": "All layers of Llama 1B, 8B and 70B on a GPU, eager",
+            "linear_compiled_gpu": "The widest layers of Llama 1B, 8B and 70B on a GPU, compiled",
+            "linear_model_gpu": "Eight Linears in one model on a GPU, compiled",
+            "linear_cpu": "A linear layer, forward and backward, on a CPU",
+        },
+        [
+            Column("tokens x in x out", "shape", by_x),
+            Column("dtype", lambda row: row.get("dtype", "bf16")),
+            BACKEND,
+            Column("form", "form"),
+            Column("ms", "median_s", milliseconds),
+            Column("time / plain", "to_plain.ratio"),
+            Column("time / TorchAO", "to_torchao.ratio"),
+        ],
+        note=unpaired,
+    ),
+    "step": Table(
+        {
+            "step_8b_gpu": "Four layers of Llama 8B at sequence 8192 on a GPU",
+            "step_8b_te_gpu": "The same with ``te``, in another run",
+            "step_8b_head_gpu": "The same with a fused loss, and a head in FP8",
+            "step_8b_eager_gpu": "The same, eager",
+            "step_8b_16layers_gpu": "Sixteen layers of Llama 8B at sequence 8192 on a GPU",
+            "step_8b_4096_gpu": "Four layers of Llama 8B at sequence 4096",
+            "step_1b_gpu": "Llama 1B at sequence 4096 on a GPU",
+            "step_1b_8192_gpu": "The same at sequence 8192",
+            "step_cpu": "A whole training step of a Llama of 8 M parameters on a CPU",
+        },
+        [
+            BACKEND,
+            Column("form", "form"),
+            Column("tokens/s", "tokens_per_second", whole),
+            Column("times {plain}", "times_plain", interval(2)),
+            Column("peak memory", relative("peak_bytes", "peak_to_plain")),
+            Column("FLOPs in FP8", "flops_share", share),
+        ],
+    ),
+    "predicted-parts": Table(
+        {
+            "ahead_H200_rates": "A step on an H200, predicted by measured rates",
+            "ahead_H200": "The same before any measurement",
+            "ahead_H200_before": "The first prediction",
+        },
+        of_steps,
+    ),
+    "optimizer": Table(
+        {
+            "optimizer_gpu": "The optimizer's step over 268 M elements on a GPU",
+            "optimizer_cpu": "The optimizer's step over 20 M elements on a CPU",
+        },
+        [
+            Column("step", "step"),
+            Column("bytes/element", "bytes"),
+            Column("ns/element", "nanoseconds_per_element"),
+            Column("time / fused FP32", "to_fused.ratio"),
+            Column("time / AdamWFp8", "to_torchao.ratio"),
+            Column("of a copy's bandwidth", "copy_share", share),
+        ],
+        rows=lambda record: [each for each in record["results"] if each["step"] != "copy"],
+    ),
+    "kernels": Table(
+        {"quantize_gpu": "Kernels quantizing a bf16 matrix on a GPU"},
+        [
+            Column("kernel", "kernel"),
+            Column("matrix", "shape", by_x),
+            Column("GB/s", lambda row: whole(row["bytes_per_second"] / 1e9)),
+            Column("of a copy's bandwidth", "share_of_copy", share),
+        ],
+        rows=lambda record: record["kernels"],
+    ),
+    "sums": Table(
+        {"sums_gpu": "Results equal to the bit"},
+        [
+            Column(
+                "``torch._scaled_mm`` with",
+                lambda row: code(f"use_fast_accum={row['accumulation'] == 'fast'}"),
+            ),
+            Column("K", "depth"),
+            Column("results", "results"),
+            Column("emulated", of_results("emulated")),
+            Column("in bf16", of_results("emulated_in_bf16")),
+            Column("exact sums", of_results("exact_sums")),
+            Column("in bf16", of_results("exact_sums_in_bf16")),
+        ],
+        rows=lambda record: record["by_depth"],
+    ),
+    "instructions": Table(
+        {"tensor_cores": "Recordings of single instructions, K = 32"},
+        [
+            Column("chip", "chip"),
+            Column("format", "format"),
+            Column("instructions", "rows"),
+            Column("equal, by the chip's rule", "equal"),
+            Column("by exact sums", "exact_sums_equal"),
+        ],
+    ),
+    "scale-loss": Table(
+        {
+            "scale_loss_gpu": "A Llama of 10.7 M parameters on a GPU, 15 runs at a time",
+            "scale_loss_1000_gpu": "The same for longer",
+            "scale_loss_cpu": "The same on a CPU, one run at a time",
+        },
+        [
+            Column("variant", "variant"),
+            Column("seeds", "seeds"),
+            Column("held-out loss \N{MINUS SIGN} its reference's", "gap", paired),
+            Column("minutes a run", lambda row: round(row["minutes"], 2)),
+        ],
+        rows=with_interval,
+        note=asked,
+    ),
+    "rollouts": Table({"rollouts_cpu": "GRPO with rollouts in FP8, rewards at steps"}, curve),
+    "communication": Table(
+        {"comm_gpu": "On GPUs, over NCCL", "comm_cpu": "Two ranks on one CPU, over gloo"},
+        [
+            Column("collective", "collective"),
+            Column("elements", "elements", "{:,}".format),
+            Column("FP8, ms", "seconds.FP8.median_s", milliseconds),
+            Column("bf16", "seconds.bf16.median_s", milliseconds),
+            Column("FP32", "seconds.FP32.median_s", milliseconds),
+            Column("time / bf16", "seconds_over.bf16.ratio"),
+            Column("/ FP32", "seconds_over.FP32.ratio"),
+            Column("bytes / bf16", "bytes_over.bf16"),
+            Column("/ FP32", "bytes_over.FP32"),
+        ],
+        rows=lambda record: record["collectives"],
+    ),
+    "gradient-mean": Table(
+        {"gradient_mean_cpu": "The mean of gradients sent in FP8"},
+        [
+            Column("gradients", "gradients"),
+            Column("ranks", "ranks"),
+            Column("method", "method"),
+            Column("relative error", "error", fixed(3)),
+            Column("elements lost", "lost", percent),
+        ],
+        rows=lambda record: record["figures"],
+    ),
+    "memory": Table(
+        {
+            "memory_cpu": "Peak memory of a whole training step, a Llama of 115 M parameters with "
+            "one short sequence, on a CPU",
+        },
+        [
+            Column("backend", "name"),
+            Column("peak of tensors", relative("peak_tensor_bytes", "peak_tensor_bytes_to_plain")),
+            Column(
+                "peak resident", relative("peak_resident_bytes", "peak_resident_bytes_to_plain")
+            ),
+            Column("bytes/element", "bytes_per_element.total", fixed(1)),
+        ],
+        rows=to_first,
+    ),
+    "frozen-base": Table(
+        {"frozen_base_cpu": "A LoRA step over a frozen base of 134 M elements"},
+        [
+            Column("scaling", "scaling"),
+            Column("base", "base"),
+            Column("bytes/element", "bytes"),
+            Column("peak, MB", "peak", lambda peak: whole(peak / 1e6)),
+        ],
+    ),
+    "distributed": Table(
+        {"distributed_cpu": "Two processes, bytes of an element on one rank"},
+        [
+            BACKEND,
+            Column("engine", "engine"),
+            LOSS,
+            GAP,
+            Column("bytes/element", "bytes_per_element.total", fixed(2)),
+            Column("sent / FP32 under DDP", "sent_over_fp32_ddp", fixed(3)),
+        ],
+        rows=lambda record: record["summaries"],
+    ),
+    "finetune": Table(
+        {
+            "finetune_cpu": "A fine-tune with small rates; *moved* is the update along the one without "
+            "FP8"
+        },
+        [
+            Column("learning rate", "lr", lambda lr: f"{lr:.0e}".replace("e-0", "e-")),
+            BACKEND,
+            GAP,
+            Column("moved", "displacement_along", fixed(3)),
+        ],
+        rows=but_plain,
+    ),
+    "levels": Table({"levels_loss_cpu": "The training of compare on a CPU"}, [BACKEND, LOSS, GAP]),
+    "experts": Table(
+        {"experts_cpu": "Mixtures of experts, bytes of an element of their weights"},
+        [
+            Column("model", "family"),
+            BACKEND,
+            LOSS,
+            GAP,
+            Column("bytes/element", "bytes_per_element", fixed(2)),
+        ],
+    ),
+    "long-run": Table(
+        {"long_run_cpu": "A small Llama for many steps, one seed"},
+        [
+            BACKEND,
+            Column("held-out loss", "loss", fixed(4)),
+            Column("above FP32, nats", "last", nats),
+            Column("the most along the way", "most", nats),
+            Column("scales stuck", "stuck"),
+        ],
+        rows=above_first,
+    ),
+    "ranks": Table(
+        {
+            "by_ranks_gpu": "Over NCCL, Llama 1B, each rank a GPU",
+            "by_ranks_cpu": "Over gloo, each rank on one CPU core",
+        },
+        [
+            Column("ranks", "ranks"),
+            BACKEND,
+            Column("tokens/s/GPU", "tokens_per_second", whole),
+            Column("decrease", "decrease", percent),
+            Column("faster", "faster", percent),
+        ],
+    ),
+    "prepare": Table(
+        {"prepare_cpu": "``prepare``: real weights without a second copy, time linear in layers"},
+        layers_of,
+        rows=of_prepare,
+    ),
+    "imports": Table(
+        {"import_time_cpu": "Imports, each in a new interpreter"},
+        [
+            Column("statement", lambda row: code(f"import {row['module']}")),
+            Column("s", "median_s"),
+            Column("time / accelerate's", "over"),
+        ],
+        rows=of_modules,
+    ),
+    "overhead": Table(
+        {"overhead_cpu": "The adapter: ``ao:tensorwise`` against TorchAO's own loop"},
+        [
+            Column("step through Accelerate / hand-written loop", "ratio", interval(4)),
+            Column(
+                "first losses",
+                "losses_equal",
+                lambda equal: f"{'equal' if equal else 'not equal'} to the bit",
+            ),
+        ],
+        rows=lambda record: [record],
+    ),
+    "monitor": Table(
+        {"monitor_cost_cpu": "Steps of a monitored model over those of one without a monitor"},
+        [
+            BACKEND,
+            Column("compiled", "compiled"),
+            Column("between samples", "between", interval(3)),
+            Column("a sampled step", "sampled", interval(3)),
+            Column("a sample every 100 steps", "share", percent),
+        ],
+        rows=lambda record: record["recipes"],
+    ),
+    "estimate": Table(
+        {"estimate_cpu": "Estimate / measurement, lowest and highest over all backends"},
+        [
+            Column("model", "model"),
+            Column("processes", "processes"),
+            Column("static bytes", "static", spread),
+            Column("peak of a step", "peak", spread),
+            Column("bytes sent", "sent", spread),
+        ],
+        rows=by_processes,
+    ),
+    "advise": Table(
+        {"advise_cpu": "Models in trouble, with the advised recipe"},
+        [
+            Column("model", "model"),
+            Column("given", "given", code),
+            Column("advised", "change"),
+            Column("FP8", "flops_share", share),
+            Column("gap left", "ratio"),
+            Column("on other batches", "ratio_on_others"),
+        ],
+    ),
+}
+"""By name. The functions below are further ones."""
+
+
+# Tables over several records
 
 
 def targets_cpu(records: Records) -> str:
@@ -125,710 +749,81 @@ def targets_cpu(records: Records) -> str:
         of_kind = [each for each in measured if targets.has_bf16(each) == targets.has_bf16(usual)]
         features = of_kind[0] if of_kind else usual
         rows = targets.rows(targets.on_cpu(features), targets.of_cpu(records, features))
-        parts.append(
-            rst([f"to be shown on a CPU ({cpu(features)})", "measured", "bound", "verdict"], rows)
-        )
+        header = [f"to be shown on a CPU ({cpu(features)})", "measured", "bound", "verdict"]
+        parts.append(table(header, rows))
     return "\n\n".join(parts)
 
 
 def targets_gpu(records: Records) -> str:
     header = ["to be shown on a GPU", "measured", "bound", "verdict"]
-    table = rst(header, targets.rows(targets.ON_GPU, records))
-    limits = of_records(
-        records,
-        {"limits_gpu": "Limits of the chip, measured in the same run, and the share reached"},
-        lambda record: rst(
-            ["figure", "measured"],
-            [row[:2] for row in targets.rows(targets.AGAINST_LIMITS, records)],
-        ),
-    )
-    return f"{table}\n\n{limits}"
+    return table(header, targets.rows(targets.ON_GPU, records))
 
 
-def linear(records: Records) -> str:
-    def made(record: dict) -> str:
-        rows = []
-        for each in record["results"]:
-            row = [
-                "x".join(map(str, each["shape"])),
-                each.get("dtype", "bf16"),
-                quoted(each["backend"]),
-                each["form"],
-            ]
-            ratios = [
-                each[key]["ratio"] if key in each else None for key in ("to_plain", "to_torchao")
-            ]
-            rows.append([*row, each["median_s"] * 1e3, *ratios])
-        table = rst(
-            [
-                "tokens x in x out",
-                "dtype",
-                "backend",
-                "form",
-                "ms",
-                "time / plain",
-                "time / TorchAO",
-            ],
-            rows,
-        )
-        unpaired = any(
-            not each.get("to_plain", {}).get("paired", True) for each in record["results"]
-        )
-        return (
-            f"{table}\n\nPlain bf16 ran once: all rounds are compared with it."
-            if unpaired
-            else table
-        )
-
-    names = {
-        "linear_cpu": "A linear layer, forward and backward, on a CPU",
-        "linear_compiled_gpu": "The widest layers of Llama 1B, 8B and 70B on a GPU, compiled",
-        "linear_eager_gpu": "All layers of Llama 1B, 8B and 70B on a GPU, eager",
-    }
-    return of_records(records, names, made)
+def limits(records: Records) -> str:
+    """Return the shares of the chip's limits, measured in the same run."""
+    if "limits_gpu" not in records:
+        return "Limits of the chip: not yet measured."
+    rows = [row[:2] for row in targets.rows(targets.AGAINST_LIMITS, records)]
+    caption = f"{link('limits_gpu')} ({where(records['limits_gpu'])}):"
+    return f"{wrapped(caption)}\n\n{table(['limit, or share of it', 'measured'], rows)}"
 
 
-def step(records: Records) -> str:
-    def made(record: dict) -> str:
-        rows = []
-        for each in record["results"]:
-            speed = each["times_plain"]
-            row = [quoted(each["backend"]), each["form"], round(each["tokens_per_second"])]
-            row += [f"{speed['ratio']:.2f} [{speed['low']:.2f}, {speed['high']:.2f}]"]
-            peak = each["peak_bytes"]
-            row += [f"{peak / 1e6:.0f} MB ({percent(each['peak_to_plain'] - 1)})" if peak else None]
-            rows.append(
-                [*row, percent(each["flops_share"], sign=False), f"{each['last_loss']:.4f}"]
-            )
-        times = f"times {plain(record)}"
-        return rst(
-            ["backend", "form", "tokens/s", times, "peak memory", "FLOPs in FP8", "loss"], rows
-        )
+def answers(records: Records) -> str:
+    """Return a row for each figure, with links to its records."""
+    known = targets.of_any_cpu(records)
+    rows = []
+    for figure in targets.FIGURES:
+        names = [link(name) for each in figure.records.split() for name in files_of(each)]
+        rows.append([figure.what, figure.shown(known), ", ".join(names)])
+    return table(["figure", "measured", "records"], rows)
 
-    names = {
-        "step_cpu": "A whole training step of a Llama of 8 M parameters on a CPU",
-        "step_8b_gpu": "Four layers of Llama 8B at sequence 8192 on a GPU",
-        "step_8b_te_gpu": "The same with ``te``, in another run",
-        "step_8b_4096_gpu": "The same at sequence 4096",
-        "step_1b_gpu": "Llama 1B at sequence 4096 on a GPU",
-        "step_1b_8192_gpu": "The same at sequence 8192",
-    }
-    return of_records(records, names, made)
+
+def files_of(question: str) -> list[str]:
+    """Return the names of a question's records: one, or one a kind of CPU."""
+    files = sorted(path.stem for path in RESULTS.iterdir())
+    return [each for each in files if re.fullmatch(f"{question}(_(avx|amx|neon).*)?", each)]
 
 
 def predicted(records: Records) -> str:
-    """Pair `ahead/predict.py`'s step on a GPU with the measured one, with the first prediction, and
-    with the one by measured rates."""
-    latest, first, by_rates = map(
-        records.get, ("ahead_H200", "ahead_H200_before", "ahead_H200_rates")
-    )
-    if latest is None:
-        return "A step on a GPU: not yet predicted, and not yet measured."
-    machine, asked = latest["machine"], latest["arguments"]
-    versions = ", ".join(
-        f"{name} {machine[name].split('+')[0]}" for name in NAMED if machine.get(name)
-    )
-    date = datetime.date.fromisoformat(machine["date"])
-    title = f"*Predicted* for an {latest['chip']['name']}, one sequence of {asked['tokens']:,} tokens ({versions}, "
-    parts = [textwrap.fill(f"{title}{date.day} {date:%B %Y}):", 120)]
-    was = first["ratios"] if first else {}
-    measured = {what: target.value(records) for what, target in targets.PREDICTED.items()}
-    now = by_rates["ratios"] if by_rates else {}
-    rows = [
-        [what, was.get(what), ratio, now.get(what), measured.get(what)]
-        for what, ratio in latest["ratios"].items()
-    ]
-    shares = [_share_of_a_copy(each) for each in (first, latest, by_rates)]
-    rows.append(
-        ["optimizer of msamp:O2, bandwidth / a copy's", *shares, targets.ON_GPU[7].value(records)]
-    )
-    parts.append(
-        rst(["ratio", "*predicted* at first", "*predicted*", "by measured rates", "measured"], rows)
-    )
-    if by_rates and "step_8b_gpu" in records:
-        parts.append(
-            "Tokens a second of compiled steps, predicted before any measurement and by measured "
-            "rates:"
-        )
-        parts.append(_errors_of_predictions(latest, by_rates, records["step_8b_gpu"]))
-    if "quantize_gpu" in records and "optimizer_gpu" in records:
-        parts += _misses_of_bandwidth(records, shares[1])
-    parts.append("Milliseconds of a step, predicted:")
-    names = list(
-        dict.fromkeys(line["what"] for each in latest["results"] for line in each["lines"])
-    )
-    spent = [
-        {line["what"]: line["seconds"] * 1e3 for line in each["lines"]}
-        for each in latest["results"]
-    ]
-    of_backends = [quoted(each["backend"]) for each in latest["results"]]
-    times = [
-        [name, *(by_name.get(what) for what in names)]
-        for name, by_name in zip(of_backends, spent, strict=True)
-    ]
-    parts.append(rst(["backend", *names], times))
-    parts.append(
-        "Kernels launched by a decoder layer, and the megabytes they move, at first and now:"
-    )
-    earlier = {each["backend"]: each for each in first["results"]} if first else {}
-    costs = [
-        [quoted(each["backend"]), *_costs(earlier.get(each["backend"]), each)]
-        for each in latest["results"]
-    ]
-    header = [
-        "backend",
-        "tokens/s",
-        "kernels",
-        "MB",
-        "of its MLP",
-        "MB",
-        "calls of an eager Linear",
-    ]
-    parts.append(rst(header, costs))
-    if "step_8b_gpu" not in records:
-        parts.append("The same on a GPU: not yet measured.")
-    return "\n\n".join(parts)
-
-
-def _errors_of_predictions(blind: dict, by_rates: dict, step: dict) -> str:
-    predictions = [
-        {each["backend"]: each["tokens_per_second"] for each in record["results"]}
-        for record in (blind, by_rates)
-    ]
+    """Pair `ahead/predict.py`'s step on a GPU with the measured one."""
+    names = ("ahead_H200_before", "ahead_H200", "ahead_H200_rates")
+    first, latest, by_rates = (records.get(name) for name in names)
+    if latest is None or by_rates is None or "step_8b_gpu" not in records:
+        return "A step on a GPU: not yet predicted, or not yet measured."
+    tokens = latest["arguments"]["tokens"]
+    caption = f"One sequence of {tokens:,} tokens, {', '.join(map(link, names))}:"
     rows = []
-    for each in step["results"]:
+    measured = {what: target.value(records) for what, target in targets.PREDICTED.items()}
+    for what in latest["ratios"]:
+        ratios = [each and each["ratios"].get(what) for each in (first, latest, by_rates)]
+        rows.append([what, *ratios, measured.get(what)])
+    optimizer = [optimizer_share(each) for each in (first, latest, by_rates)]
+    reached = targets.ON_GPU[7].value(records)
+    rows.append(["optimizer of msamp:O2, bandwidth / a copy's", *optimizer, reached])
+    header = ["figure", "*predicted* at first", "*predicted*", "by measured rates", "measured"]
+    return f"{wrapped(caption)}\n\n{table(header, rows + speeds(latest, by_rates, records))}"
+
+
+def speeds(blind: dict, by_rates: dict, records: Records) -> list[list]:
+    """Return tokens a second of compiled steps, with errors of both predictions."""
+    rows = []
+    for each in records["step_8b_gpu"]["results"]:
         # the same code
         backend = "torchao" if each["backend"] == "ao:tensorwise" else each["backend"]
-        if each["form"] != "compiled" or any(backend not in found for found in predictions):
+        if each["form"] != "compiled":
             continue
-        measured, row = each["tokens_per_second"], [quoted(each["backend"])]
-        for found in predictions:
-            row += [round(found[backend]), percent(found[backend] / measured - 1)]
-        rows.append([*row, round(measured)])
-    return rst(["backend", "*predicted*", "error", "by measured rates", "error", "measured"], rows)
-
-
-ASSUMED_OF_A_COPY = 0.9
-"""`ahead/roofline.py`'s share of a copy's bandwidth reached by kernels."""
-
-
-def _misses_of_bandwidth(records: Records, optimizer: float | None) -> list[str]:
-    """Compare the assumed share of a copy's bandwidth with measured kernels, and the optimizer's
-    predicted one."""
-    found: dict[str, list[float]] = {}
-    for each in records["quantize_gpu"]["kernels"]:
-        found.setdefault(each["kernel"], []).append(each["share_of_copy"])
-    del found["copy"]
-    shares = {
-        each["step"]: each["copy_share"]
-        for each in records["optimizer_gpu"]["results"]
-        if "copy_share" in each
-    }
-    found |= {
-        f"optimizer, {step}": [shares[step]]
-        for step in ("torch fused, FP32", "O2")
-        if step in shares
-    }
-    rows, missed = [], []
-    for kernel, measured in found.items():
-        predicted = optimizer if kernel == "optimizer, O2" and optimizer else ASSUMED_OF_A_COPY
-        miss = max((each - predicted for each in measured), key=abs)
-        ends = dict.fromkeys(percent(each, sign=False) for each in (min(measured), max(measured)))
-        rows.append(
-            [kernel, percent(predicted, sign=False), " to ".join(ends), f"{100 * miss:+.0f} points"]
-        )
-        missed += [kernel] * (abs(miss) > 0.05)
-    text = f"Bandwidth over a copy's. {len(missed)} of {len(rows)} predictions miss by more than 5 points:"
-    return [text, rst(["kernel", "*predicted*", "measured", "largest miss"], rows)]
-
-
-def _share_of_a_copy(record: dict | None) -> float | None:
-    found = [
-        each["optimizer"]
-        for each in (record or {"results": []})["results"]
-        if each["backend"] == "msamp:O2"
-    ]
-    return found[0]["share_of_a_copy"] if found and found[0] else None
-
-
-def _costs(first: dict | None, latest: dict) -> list[str]:
-    def figures(result: dict) -> list[str]:
-        layer, mlp, eager = result["layer"], result["mlp"], result["eager"]
-        found = [result["tokens_per_second"]]
-        found += [
-            figure for part in (layer, mlp) for figure in (part["kernels"], part["bytes"] / 1e6)
-        ]
-        found.append(eager and eager["launches"] + eager["operators"])
-        return ["-" if each is None else f"{each:.0f}" for each in found]
-
-    now = figures(latest)
-    pairs = zip(figures(first) if first else now, now, strict=True)
-    return [_text(after) if before == after else f"{before} to {after}" for before, after in pairs]
-
-
-def optimizer(records: Records) -> str:
-    def made(record: dict) -> str:
-        rows = []
-        for each in record["results"]:
-            if each["step"] == "copy":
-                continue
-            ratios = [
-                each[key]["ratio"] if key in each else None for key in ("to_fused", "to_torchao")
-            ]
-            share = each.get("copy_share")
-            row = [each["step"], each["bytes"], each["nanoseconds_per_element"], *ratios]
-            rows.append([*row, None if share is None else percent(share, sign=False)])
-        header = [
-            "step",
-            "bytes/element",
-            "ns/element",
-            "time / fused FP32",
-            "time / AdamWFp8",
-            "of a copy's bandwidth",
-        ]
-        return rst(header, rows)
-
-    names = {
-        "optimizer_cpu": "The optimizer's step over 20 M elements on a CPU",
-        "optimizer_gpu": "The optimizer's step over 268 M elements on a GPU",
-    }
-    return of_records(records, names, made)
-
-
-def kernels(records: Records) -> str:
-    def made(record: dict) -> str:
-        rows = []
-        for each in record["kernels"]:
-            shape, rate = "x".join(map(str, each["shape"])), round(each["bytes_per_second"] / 1e9)
-            rows.append([each["kernel"], shape, rate, percent(each["share_of_copy"], sign=False)])
-        return rst(["kernel", "matrix", "GB/s", "of a copy's bandwidth"], rows)
-
-    return of_records(records, {"quantize_gpu": "Kernels quantizing a bf16 matrix on a GPU"}, made)
-
-
-def sums(records: Records) -> str:
-    """Return equal bits: recorded products of a GPU, and recorded instructions of several chips."""
-
-    def products(record: dict) -> str:
-        rows = []
-        for each in record["by_depth"]:
-            accumulation = f"``use_fast_accum={each['accumulation'] == 'fast'}``"
-            keys = ("emulated", "emulated_in_bf16", "exact_sums", "exact_sums_in_bf16")
-            shares = [percent(each[key] / each["results"], sign=False) for key in keys]
-            rows.append([accumulation, each["depth"], each["results"], *shares])
-        header = [
-            "``torch._scaled_mm`` with",
-            "K",
-            "results",
-            "emulated",
-            "in bf16",
-            "exact sums",
-            "in bf16",
-        ]
-        caption = f"Results equal to the bit ({where({'machine': record['recorded_on']})}):"
-        return f"{textwrap.fill(caption, 120)}\n\n{rst(header, rows)}"
-
-    def instructions(record: dict) -> str:
-        rows = [
-            [each["chip"], each["format"], each["rows"], each["equal"], each["exact_sums_equal"]]
-            for each in record["results"]
-        ]
-        return rst(
-            ["chip", "format", "instructions", "equal, by the chip's rule", "by exact sums"], rows
-        )
-
-    parts = (
-        [products(records["sums_gpu"])]
-        if "sums_gpu" in records
-        else ["Products of a GPU: not yet measured."]
-    )
-    if "tensor_cores" in records:
-        parts.append(
-            "Recordings of single instructions, K = 32:\n\n" + instructions(records["tensor_cores"])
-        )
-    return "\n\n".join(parts)
-
-
-def scale_loss(records: Records) -> str:
-    """Return the paired losses at ten million parameters of variants with two seeds or more."""
-
-    def made(record: dict) -> str:
-        rows = [
-            [
-                each["variant"],
-                each["seeds"],
-                gap(each["gap"]["mean"], each["gap"]["half_width"]),
-                round(each["minutes"], 2),
-            ]
-            for each in record["results"]
-            if each["gap"] and each["gap"]["half_width"] is not None
-        ]
-        header = [
-            "variant",
-            "seeds",
-            "held-out loss \N{MINUS SIGN} its reference's",
-            "minutes a run",
-        ]
-        warmup = round(record["warmup_share"] * record["steps"])
-        asked = f"{record['steps']} steps, {warmup} of warm-up, nats with 95 % intervals:"
-        return f"{asked}\n\n{rst(header, rows)}"
-
-    names = {
-        "scale_loss_gpu": "A Llama of 10.7 M parameters on a GPU, 15 runs at a time",
-        "scale_loss_1000_gpu": "The same for longer",
-        "scale_loss_cpu": "The same on a CPU, one run at a time",
-    }
-    return of_records(records, names, made)
-
-
-def rollouts(records: Records) -> str:
-    """Return the policy gap and the rewards of GRPO by the precision of trainer and engine."""
-
-    def made(record: dict) -> str:
-        points = (0, 2, 4, 9)
-        rows = [
-            [
-                quoted(each["setting"]),
-                *(f"{each['gap'][name]:.2g}" for name in ("mean", "largest", "k3")),
-                f"{each['gap']['mult_prob_error'] - 1:.2g}",
-                *(
-                    f"{each['curve'][at]['mean']:.3f} ± {each['curve'][at]['half_width']:.3f}"
-                    for at in points
-                ),
-            ]
-            for each in record["results"]
-        ]
-        tenth = record["steps"] // 10
-        steps = [f"{at * tenth + 1} to {(at + 1) * tenth}" for at in points]
-        header = [
-            "setting",
-            "mean gap, nats",
-            "largest",
-            "k3",
-            "multiplicative error \N{MINUS SIGN} 1",
-        ]
-        seeds = (
-            f"{record['results'][0]['seeds']} seeds, with 95 % intervals of the rewards at steps:"
-        )
-        return f"{seeds}\n\n{rst([*header, *steps], rows)}"
-
-    return of_records(records, {"rollouts_cpu": "GRPO with rollouts in FP8"}, made)
-
-
-def communication(records: Records) -> str:
-    def made(record: dict) -> str:
-        rows = []
-        for each in record["collectives"]:
-            milliseconds = [
-                each["seconds"][form]["median_s"] * 1e3 for form in ("FP8", "bf16", "FP32")
-            ]
-            slower = [each["seconds_over"][form]["ratio"] for form in ("bf16", "FP32")]
-            row = [each["collective"], f"{each['elements']:,}", *milliseconds, *slower]
-            rows.append([*row, each["bytes_over"]["bf16"], each["bytes_over"]["FP32"]])
-        over = ["time / bf16", "/ FP32", "bytes / bf16", "/ FP32"]
-        return rst(["collective", "elements", "FP8, ms", "bf16", "FP32", *over], rows)
-
-    names = {"comm_cpu": "Two ranks on one CPU, over gloo", "comm_gpu": "On GPUs, over NCCL"}
-    return of_records(records, names, made)
-
-
-def memory(records: Records) -> str:
-    def made(record: dict) -> str:
-        first, rows = record["results"][0], []
-        for each in record["results"]:
-            extra = [
-                f"{name}={each[name]}"
-                for name in ("saved_activations", "gradient_release")
-                if each.get(name)
-            ]
-            cells = [", ".join(map(quoted, [each["backend"], *extra]))]
-            for key in ("peak_tensor_bytes", "peak_resident_bytes"):
-                known = each[key] and first[key]
-                cells.append(
-                    f"{each[key] / 1e6:.0f} MB ({percent(each[key] / first[key] - 1)})"
-                    if known
-                    else None
-                )
-            rows.append(
-                [*cells, f"{each['bytes_per_element']['total']:.1f}", f"{each['losses'][-1]:.4f}"]
-            )
-        return rst(
-            ["backend", "peak of tensors", "peak resident", "bytes/element", "loss of step 3"], rows
-        )
-
-    title = "Peak memory of a whole training step, a Llama of 115 M parameters with one short sequence, on a CPU"
-    longer = "The same with a sequence of 2,560 tokens: activations are half of bf16's peak"
-    return of_records(records, {"memory_cpu": title, "memory_long_cpu": longer}, made)
-
-
-def distributed(records: Records) -> str:
-    def made(record: dict) -> str:
-        stored = {
-            (run["engine"], run["backend"]): run["bytes_per_element"] for run in record["runs"]
-        }
-        rows = []
-        for each in record["summaries"]:
-            of_bytes = stored[each["engine"], each["backend"]]
-            row = [quoted(each["backend"]), each["engine"], f"{each['loss']:.4f}"]
-            row.append(
-                None
-                if each["backend"] == plain(record).lower()
-                else gap(each["gap"], each["half_width"])
-            )
-            sent = each.get("sent_over_fp32_ddp")  # earlier records have none
-            rows.append(
-                [*row, f"{of_bytes['total']:.2f}" if of_bytes else None, sent and f"{sent:.3f}"]
-            )
-        header = [
-            "backend",
-            "engine",
-            "held-out loss",
-            f"gap to {plain(record)}, nats",
-            "bytes/element",
-        ]
-        return rst([*header, "sent / FP32 under DDP"], rows)
-
-    return of_records(
-        records, {"distributed_cpu": "Two processes, bytes of an element on one rank"}, made
-    )
-
-
-def finetune(records: Records) -> str:
-    def made(record: dict) -> str:
-        rows = []
-        for each in record["summaries"]:
-            if each["backend"] != plain(record).lower():
-                shown = gap(each["gap"]["mean"], each["gap"]["half_width"])
-                moved = f"{each['displacement_along']:.3f}"
-                rows.append(
-                    [
-                        f"{each['lr']:.0e}".replace("e-0", "e-"),
-                        quoted(each["backend"]),
-                        shown,
-                        moved,
-                    ]
-                )
-        return rst(["learning rate", "backend", f"gap to {plain(record)}, nats", "moved"], rows)
-
-    title = "A fine-tune with small learning rates; `moved` is the update along the one without FP8, after training"
-    return of_records(records, {"finetune_cpu": title.replace("`", "*")}, made)
-
-
-def levels_loss(records: Records) -> str:
-    def made(record: dict) -> str:
-        rows = []
-        for each in record["results"]:
-            found = each["gap"] and gap(each["gap"]["mean"], each["gap"]["half_width"])
-            rows.append([quoted(each["backend"]), f"{each['held_out_loss']:.4f}", found])
-        return rst(["backend", "held-out loss", f"gap to {plain(record)}, nats"], rows)
-
-    return of_records(records, {"levels_loss_cpu": "The training of compare on a CPU"}, made)
-
-
-def experts(records: Records) -> str:
-    def made(record: dict) -> str:
-        rows = []
-        for each in record["results"]:
-            found = each["gap"] and gap(each["gap"]["mean"], each["gap"]["half_width"])
-            row = [each["family"], quoted(each["backend"]), f"{each['held_out_loss']:.4f}", found]
-            rows.append([*row, f"{each['bytes_per_element']:.2f}"])
-        header = [
-            "model",
-            "backend",
-            "held-out loss",
-            f"gap to {plain(record)}, nats",
-            "bytes/element",
-        ]
-        return rst(header, rows)
-
-    return of_records(
-        records, {"experts_cpu": "Mixtures of experts, bytes of an element of their weights"}, made
-    )
-
-
-def long_run(records: Records) -> str:
-    def made(record: dict) -> str:
-        reference, *_ = (each["points"] for each in record["runs"])
-        rows = []
-        for each in record["runs"]:
-            above = [
-                a["held_out_loss"] - b["held_out_loss"]
-                for a, b in zip(each["points"], reference, strict=True)
-            ]
-            shown = [
-                f"{value:+.4f}".replace("-", "\N{MINUS SIGN}") for value in (above[-1], max(above))
-            ]
-            shown = [None, None] if each["points"] is reference else shown
-            loss = f"{each['points'][-1]['held_out_loss']:.4f}"
-            rows.append([quoted(each["backend"]), loss, *shown, sum(each["stuck"].values())])
-        return rst(
-            [
-                "backend",
-                "held-out loss",
-                "above FP32, nats",
-                "the most along the way",
-                "scales stuck",
-            ],
-            rows,
-        )
-
-    return of_records(records, {"long_run_cpu": "A small Llama for many steps, one seed"}, made)
-
-
-def largest(records: Records) -> str:
-    def batch(record: dict) -> str:
-        rows = []
-        for each in record["results"]:
-            rate = each["best_tokens_per_second"]
-            best = [f"{rate:.0f}", each["best_batch"]] if rate else [None, None]
-            rows.append(
-                [
-                    quoted(each["backend"]),
-                    _at_least(each["largest_batch"], each["exact_batch"]),
-                    *best,
-                ]
-            )
-        return rst(["backend", "largest micro-batch", "most tokens/s", "at a micro-batch of"], rows)
-
-    def model(record: dict) -> str:
-        rows = []
-        for each in record["results"]:
-            parameters = each["largest_parameters"]
-            row = [quoted(each["backend"]), _at_least(each["largest_layers"], each["exact_layers"])]
-            rows.append([*row, parameters and f"{parameters / 1e9:.2f}"])
-        return rst(["backend", "most layers", "billion parameters"], rows)
-
-    on_batch = {
-        "largest_batch_gpu": "The largest micro-batch on the card: four layers of Llama 8B, "
-        "sequence 4096"
-    }
-    on_model = {
-        "largest_model_gpu": "The largest model on the card: layers of Llama 8B, one sequence of "
-        "4096"
-    }
-    return f"{of_records(records, on_batch, batch)}\n\n{of_records(records, on_model, model)}"
-
-
-def _at_least(size: int | None, exact: bool | None) -> str | None:
-    return None if size is None else str(size) if exact else f"{size} or more"
-
-
-def ranks(records: Records) -> str:
-    def made(record: dict) -> str:
-        rows = []
-        for each in record["results"]:
-            row = [each["ranks"], quoted(each["backend"]), round(each["tokens_per_second"])]
-            row += [percent(each["decrease"]), percent(each["faster"]), f"{each['loss']:.4f}"]
-            rows.append([*row, percent(each["loss_above"])])
-        header = [
-            "ranks",
-            "backend",
-            "tokens/s/GPU",
-            "decrease",
-            "faster",
-            "loss",
-            f"above {plain(record)}",
-        ]
-        return rst(header, rows)
-
-    names = {
-        "by_ranks_cpu": "Over gloo, each rank on one CPU core",
-        "by_ranks_gpu": "Over NCCL, Llama 1B, each rank a GPU",
-    }
-    return of_records(records, names, made)
-
-
-def start_up(records: Records) -> str:
-    def prepare(record: dict) -> str:
-        rows = []
-        for grown, meta, memory in zip(
-            record["growth"], record["on_meta"], record["memory"], strict=True
-        ):
-            seconds = [grown[key]["median_s"] for key in ("one", "two")]
-            added = (
-                None
-                if memory["added"] is None
-                else percent(memory["added"] / memory["weights"], sign=False)
-            )
-            rows.append(
-                [
-                    quoted(grown["backend"]),
-                    *seconds,
-                    grown["ratio"]["ratio"],
-                    meta["seconds"],
-                    added,
-                ]
-            )
-        n = record["layers"]
-        header = [
-            "backend",
-            f"{n:,} Linears, s",
-            f"{2 * n:,}, s",
-            "ratio",
-            "8 billion on meta, s",
-            "memory added",
-        ]
-        return rst(header, rows)
-
-    def imports(record: dict) -> str:
-        rows = [
-            [f"``import {module}``", time["median_s"], record["to_accelerate"][module]["ratio"]]
-            for module, time in record["seconds"].items()
-        ]
-        return rst(["statement", "s", "time / accelerate's"], rows)
-
-    def overhead(record: dict) -> str:
-        cost = record["ratio"]
-        losses = "equal" if record["losses_equal"] else "not equal"
-        interval = f"{cost['ratio']:.4f} [{cost['low']:.4f}, {cost['high']:.4f}]"
-        return rst(
-            ["step through Accelerate / hand-written loop", "first losses"],
-            [[interval, f"{losses} to the bit"]],
-        )
-
-    prepared = of_records(
-        records,
-        {"prepare_cpu": "``prepare``: real weights without a second copy, time linear in layers"},
-        prepare,
-    )
-    imported = of_records(
-        records, {"import_time_cpu": "Imports, each in a new interpreter"}, imports
-    )
-    adapter = of_records(
-        records,
-        {"overhead_cpu": "The adapter: ``ao:tensorwise`` against TorchAO's own loop"},
-        overhead,
-    )
-    return "\n\n".join([prepared, imported, adapter])
-
-
-def estimate(records: Records) -> str:
-    def made(record: dict) -> str:
-        groups: dict[tuple, list[dict]] = {}
-        for each in record["results"]:
-            groups.setdefault((each["model"], each["sharding"], each["ranks"]), []).append(
-                each["ratio"]
-            )
-        rows = []
-        for (model, sharding, ranks), ratios in groups.items():
-            cells = [
-                _range([ratio[key] for ratio in ratios if key in ratio])
-                for key in ("static", "peak", "sent")
-            ]
-            rows.append(
-                [
-                    model,
-                    "one process" if ranks == 1 else f"{sharding.upper()}, {ranks} processes",
-                    *cells,
-                ]
-            )
-        return rst(["model", "processes", "static bytes", "peak of a step", "bytes sent"], rows)
-
-    return of_records(
-        records,
-        {"estimate_cpu": "Estimate / measurement, lowest and highest over all backends"},
-        made,
-    )
+        cells = []
+        for record in (blind, by_rates):
+            rate = targets.one(record["results"], backend=backend)["tokens_per_second"]
+            cells.append(f"{rate:.0f} ({percent(rate / each['tokens_per_second'] - 1)})")
+        name = f"{each['backend']}, tokens a second"
+        rows.append([name, None, *cells, round(each["tokens_per_second"])])
+    return rows
+
+
+def optimizer_share(record: dict | None) -> float | None:
+    found = [each for each in results(record or {"results": []}) if each["backend"] == "msamp:O2"]
+    return found[0]["optimizer"]["share_of_a_copy"] if found else None
 
 
 def published(records: Records) -> str:
@@ -839,39 +834,8 @@ def published(records: Records) -> str:
     found = records["published"]["results"]
     in_cpp = [each for each in found if each["source"].startswith("LLMQ")]
     in_pytorch = [each for each in found if each not in in_cpp]
-    rows = []
-    for each in in_pytorch:
-        low, high = each["interval"]
-        error = f"{100 * (each['predicted'] / each['published'] - 1):+.1f} %".replace(
-            "-", "\N{MINUS SIGN}"
-        )
-        is_inside = "yes" if low <= each["published"] <= high else "no"
-        numbers = [f"{each[name]:.2f}" for name in ("published", "predicted")]
-        reached = (
-            each.get("bf16_predicted") and f"{each['bf16_published'] / each['bf16_predicted']:.2f}"
-        )
-        rows.append(
-            [
-                each["what"],
-                f"``{each['backend']}``",
-                *numbers,
-                error,
-                f"{low:.2f} to {high:.2f}",
-                is_inside,
-                reached,
-            ]
-        )
-    header = [
-        "run",
-        "backend",
-        "published",
-        "predicted",
-        "error",
-        "interval",
-        "inside",
-        "bf16 speed",
-    ]
-    sentence = f"{_errors(in_pytorch)} *bf16 speed*: published over predicted."
+    rows = Table({}, OF_PUBLISHED, lambda record: in_pytorch).of({})
+    sentence = f"{errors(in_pytorch)} *bf16 speed*: published over predicted."
     sources: dict[str, list[str]] = {}
     for each in found:
         sources.setdefault(each["source"], []).extend(each["assumed"].split(", "))
@@ -880,21 +844,42 @@ def published(records: Records) -> str:
         known = ", ".join(dict.fromkeys(filter(None, assumed)))
         lines.append(f"* {source}" + (f"; assumed: {known}" if known else ""))
     filled = [textwrap.fill(line, 118, subsequent_indent="  ") for line in lines]
-    parts = [rst(header, rows), textwrap.fill(sentence, 118)]
+    parts = [rows, textwrap.fill(sentence, 118)]
     if in_cpp:
-        told = f"LLMQ's fused C++, by model in `Tables <tables.rst>`_: {_errors(in_cpp)}"
+        told = f"LLMQ's fused C++, by model in `Tables <tables.rst>`_: {errors(in_cpp)}"
         parts.append(textwrap.fill(told.replace(": Median", ": median"), 118))
     return "\n\n".join([*parts, "\n".join(filled)])
 
 
-def _errors(rows: list[dict]) -> str:
-    errors = sorted(abs(each["predicted"] / each["published"] - 1) for each in rows)
-    inside = sum(
-        low <= each["published"] <= high for each in rows for low, high in [each["interval"]]
-    )
+def is_inside(row: dict) -> bool:
+    low, high = row["interval"]
+    return low <= row["published"] <= high
+
+
+OF_PUBLISHED = [
+    Column("run", "what"),
+    BACKEND,
+    Column("published", "published", fixed(2)),
+    Column("predicted", "predicted", fixed(2)),
+    Column("error", lambda row: percent(row["predicted"] / row["published"] - 1)),
+    Column("interval", lambda row: "{:.2f} to {:.2f}".format(*row["interval"])),
+    Column("inside", lambda row: yes([is_inside(row)])),
+    Column(
+        "bf16 speed",
+        lambda row: (
+            f"{row['bf16_published'] / row['bf16_predicted']:.2f}"
+            if row.get("bf16_predicted")
+            else None
+        ),
+    ),
+]
+
+
+def errors(rows: list[dict]) -> str:
+    found = sorted(map(error_of, rows))
     return (
-        f"Median error {100 * errors[len(errors) // 2]:.1f} %, worst {100 * errors[-1]:.1f} %; "
-        f"{inside} of {len(rows)} in their interval."
+        f"Median error {100 * found[len(found) // 2]:.1f} %, worst {100 * found[-1]:.1f} %; "
+        f"{sum(map(is_inside, rows))} of {len(rows)} in their interval."
     )
 
 
@@ -904,15 +889,13 @@ def llmq(records: Records) -> str:
         return "LLMQ's runs: not yet measured."
     cells: dict[str, dict[str, str]] = {}
     for each in records["published"]["results"]:
-        if not each["source"].startswith("LLMQ"):
-            continue
-        model, where_ = each["what"].split(", ")
-        cells.setdefault(where_, {})[model] = f"{each['published']:.2f} / {each['predicted']:.2f}"
+        if each["source"].startswith("LLMQ"):
+            model, chips_ = each["what"].split(", ")
+            pair = f"{each['published']:.2f} / {each['predicted']:.2f}"
+            cells.setdefault(chips_, {})[model] = pair
     models = sorted({model for row in cells.values() for model in row}, key=lambda m: float(m[:-1]))
-    return rst(
-        ["chips", *models],
-        [[where_, *(row.get(model) for model in models)] for where_, row in cells.items()],
-    )
+    rows = [[chips_, *map(row.get, models)] for chips_, row in cells.items()]
+    return table(["chips", *models], rows)
 
 
 CARDS = {
@@ -931,208 +914,148 @@ def cards(records: Records) -> str:
         return "Predicted speeds: not yet measured."
     found = records["published"]["cards"]
     models = list(dict.fromkeys(each["model"] for each in found))
-    rows = []
-    for chip in dict.fromkeys(each["chip"] for each in found):
-        row = [CARDS[chip]]
-        for each in (each for each in found if each["chip"] == chip):
-            low, high = each["interval"]
-            row.append(f"{each['predicted']:.2f} ({low:.2f} to {high:.2f})")
-            row.append(each["published"] and f"{each['published']:.2f}")
-        rows.append(row)
+    rows: dict[str, list] = {}
+    for each in found:
+        row = rows.setdefault(each["chip"], [CARDS[each["chip"]]])
+        row.append("{:.2f} ({:.2f} to {:.2f})".format(each["predicted"], *each["interval"]))
+        row.append(each["published"] and f"{each['published']:.2f}")
     header = ["chip", *(f"{model}{of}" for model in models for of in ("", ", LLMQ"))]
-    return rst(header, rows)
+    return table(header, list(rows.values()))
 
 
 def offloaded(records: Records) -> str:
     """Return predicted steps on one RTX 4090 with optimizer states in the host."""
     if "published" not in records:
         return "Predicted steps with offload: not yet measured."
-    parts = ("products", "casts", "attention", "other", "optimizer", "offload")
     names = {"7b": "Llama 2 7B", "7B": "Qwen 2.5 7B"}
-    rows = []
-    for each in records["published"]["offloaded"]:
-        low, middle, high = each["tokens_per_second"]
-        batch = f"{each['batch']} x 1,024"
-        if each["microbatches"] > 1:
-            batch = f"{each['microbatches']} x {batch}"
-        fits = "yes" if each["fits"] else "no"
-        row = [names[each["model"]], batch, f"{each['peak'] / 2**30:.1f} GiB", fits]
-        row.append(f"{middle:,.0f} ({low:,.0f} to {high:,.0f})")
-        rows.append(row + [f"{each['parts'][part]:.2f}" for part in parts])
-    return rst(["model", "tokens a step", "peak", "fits", "tokens/s", *parts], rows)
+
+    def batch(row: dict) -> str:
+        one = f"{row['batch']} x 1,024"
+        return f"{row['microbatches']} x {one}" if row["microbatches"] > 1 else one
+
+    def rate(row: dict) -> str:
+        low, middle, high = row["tokens_per_second"]
+        return f"{middle:,.0f} ({low:,.0f} to {high:,.0f})"
+
+    columns = [
+        Column("model", "model", names.get),
+        Column("tokens a step", batch),
+        Column("peak", lambda row: f"{row['peak'] / 2**30:.1f} GiB"),
+        Column("fits", lambda row: yes([row["fits"]])),
+        Column("tokens/s", rate),
+    ]
+    for part in ("products", "casts", "attention", "other", "optimizer", "offload"):
+        columns.append(Column(part, f"parts.{part}", fixed(2)))
+    return Table({}, columns, lambda record: record["offloaded"]).of(records["published"])
 
 
 def models(records: Records) -> str:
     """Return one row per model of each record, over all of its backends."""
-    tables = []
+    parts = []
     for features in targets.features_of(records, "models_cpu"):
-        record, by_model = records[f"models_cpu_{features}"], {}
-        for each in record["results"]:
-            by_model.setdefault(each["model"], []).append(each)
-        backends = [each["backend"] for each in next(iter(by_model.values()))]
-        rows = []
-        for model, results in by_model.items():
-            shares = [f"{100 * each['flops_share']:.1f} %" for each in results]
-            off = max(
-                abs(each["flops_share"] / each["flops_share_by_pytorch"] - 1) for each in results
-            )
-            falls = (
-                "yes" if all(each["losses"][-1] < each["losses"][0] for each in results) else "no"
-            )
-            equal = "yes" if all(each["reloaded_equal"] for each in results) else "no"
-            weighed = [each for each in results if "measured_peak" in each]
-            peaks = _range([each["estimated_peak"] / each["measured_peak"] for each in weighed])
-            rows.append([model, *shares, f"{100 * off:.2f} %", falls, equal, peaks])
-        standin = (
-            "; ``te`` over the tests' stand-in for its kernels"
-            if record["arguments"].get("standin")
-            else ""
-        )
-        told = f"All backends, {record['arguments']['steps']} steps each ({where(record, features)}{standin}):"
-        header = ["model", *map(quoted, backends), "off", "learns", "reloads", "estimate / peak"]
-        tables += [textwrap.fill(told, 120), rst(header, rows)]
-        if record.get("shapes"):
-            told = (
-                "Published shapes, a training step traced without memory: the share in FP8, "
-                "and the bytes of weights, gradients and optimizer states for each parameter."
-            )
-            rows = [
-                [
-                    each["model"],
-                    f"{each['parameters'] / 1e9:.1f} billion",
-                    *(
-                        f"{100 * each['flops_share'][b]:.1f} %, "
-                        f"{each['static'][b] / each['parameters']:.2f}"
-                        for b in backends
-                    ),
-                ]
-                for each in record["shapes"]
-            ]
-            tables += [
-                textwrap.fill(told, 120),
-                rst(["shape", "parameters", *map(quoted, backends)], rows),
-            ]
-    return "\n\n".join(tables or ["The architectures: not yet measured."])
+        record = records[f"models_cpu_{features}"]
+        standin = ""
+        if record["arguments"].get("standin"):
+            standin = "; ``te`` over the tests' stand-in for its kernels"
+        steps = record["arguments"]["steps"]
+        told = f"All backends, {steps} steps each ({where(record, features)}{standin}):"
+        made = Table({}, of_models, by_model, note=published_shapes).of(record)
+        parts += [textwrap.fill(told, 120), made]
+    return "\n\n".join(parts or ["The architectures: not yet measured."])
 
 
-def _range(values: list[float]) -> str | None:
-    if not values:
-        return None
-    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
-    return low if low == high else f"{low} to {high}"
+# The README's own tables
+
+FASTEST = chips.advice_for(chips.product_named("h100").gpu).backend
 
 
 def summary(records: Records) -> str:
     """Return the three figures of `README.rst` by backend, of a GPU, with one line on their base."""
     rows = [
-        [
-            quoted(backend),
-            *(targets.of_summary(what, backend).shown(records) for what, *_ in targets.SUMMARY),
-        ]
-        for backend in targets.SUMMARIZED
+        [code(name), *(targets.shown(read, records, name) for read in targets.SUMMARY.values())]
+        for name in targets.SUMMARIZED
     ]
-    table = rst(["backend", *(what for what, *_ in targets.SUMMARY)], rows)
-    measured_on = {
-        record["machine"]["chip"] for name, record in records.items() if name in SUMMARIZED_RECORDS
-    }
-    captions = [targets.CAPTION.format(chip=chip) for chip in measured_on]
-    if captions and "scale_loss_gpu" in records:
-        seeds = targets.seeds_of(records["scale_loss_gpu"], targets.SUMMARIZED)
-        captions[-1] += targets.OF_LOSSES.format(seeds=seeds)
-    return "\n\n".join([table, *(textwrap.fill(caption, 120) for caption in captions)])
-
-
-SUMMARIZED_RECORDS = ("step_8b_gpu", "step_8b_te_gpu", "scale_loss_gpu")
-"""Records of `summary`, of one GPU."""
+    parts = [table(["backend", *targets.SUMMARY], rows)]
+    if "step_8b_gpu" in records:
+        caption = targets.CAPTION.format(chip=records["step_8b_gpu"]["machine"]["chip"])
+        if "scale_loss_gpu" in records:
+            seeds = targets.seeds_of(records["scale_loss_gpu"], targets.SUMMARIZED)
+            caption += targets.OF_LOSSES.format(seeds=seeds)
+        parts.append(textwrap.fill(caption, 120))
+    return "\n\n".join(parts)
 
 
 def headline(records: Records) -> str:
     """Return the measured gains of the fastest backend and of `msamp:O2`, with their base."""
     if not {"step_8b_gpu", "step_1b_gpu"} <= records.keys():
         return "Gains: not yet measured."
-    speeds, peaks = (
-        [targets.of_summary(what, backend).shown(records) for backend in (FASTEST, "msamp:O2")]
-        for what in (targets.SPEED, targets.PEAK)
-    )
-    whole = targets.one(records["step_1b_gpu"]["results"], backend=FASTEST, form="compiled")
-    gains = (
-        (FASTEST, speeds[0], less(peaks[0]), "four layers of Llama 8B"),
-        ("msamp:O2", speeds[1], less(peaks[1]), "the same"),
-        (
-            FASTEST,
-            f"{whole['times_plain']['ratio']:.2f}",
-            f"{100 - 100 * whole['peak_to_plain']:.0f} %",
-            "a whole Llama of 1.1 billion parameters",
-        ),
+    whole_ = targets.one(records["step_1b_gpu"]["results"], backend=FASTEST, form="compiled")
+    steps = (
+        (FASTEST, targets.compiled(records, FASTEST), "four layers of Llama 8B"),
+        ("msamp:O2", targets.compiled(records, "msamp:O2"), "the same"),
+        (FASTEST, whole_, "a whole Llama of 1.1 billion parameters"),
     )
     lines = [
-        f"* ``{backend}``: {speed} times as fast, {memory} less peak memory ({what})"
-        for backend, speed, memory, what in gains
+        f"* ``{backend}``: {step['times_plain']['ratio']:.2f} times as fast, "
+        f"{100 - 100 * step['peak_to_plain']:.0f} % less peak memory ({what})"
+        for backend, step, what in steps
     ]
     base = "On one H200 with ``torch.compile``, over compiled bf16 autocast with FP32 weights:"
     return "\n\n".join([base, "\n".join(lines)])
 
 
-def less(change: str) -> str:
-    return change.removeprefix("\N{MINUS SIGN}")
-
-
-FASTEST = chips.advice_for(chips.product_named("h100").gpu).backend
-
-
 def choices(records: Records) -> str:
     """Return the backend to take in each case, with its gain."""
-    speed, peak = (
-        {name: targets.of_summary(what, name).shown(records) for name in targets.SUMMARIZED}
-        for what in (targets.SPEED, targets.PEAK)
-    )
     if "published" not in records:
         return "Choices: not yet measured."
-    small, large = (
-        [
-            f"{each['predicted']:.2f}"
-            for each in records["published"]["cards"]
-            if each["model"] == model and each["chip"] != "h100"
-        ]
-        for model in ("1.5B", "7B")
-    )
+
+    def speed(backend: str) -> str:
+        return targets.shown(targets.times_bf16, records, backend)
+
+    def peak(backend: str) -> str:
+        return targets.shown(targets.peak_to_bf16, records, backend)
+
+    def on_cards(model: str) -> str:
+        found = [each for each in records["published"]["cards"] if each["model"] == model]
+        speeds = [f"{each['predicted']:.2f}" for each in found if each["chip"] != "h100"]
+        return f"{min(speeds)} to {max(speeds)}"
+
     with_te = chips.advice_for(chips.product_named("h100").gpu, te_runs=True).backend
     cards_take = chips.advice_for(chips.product_named("rtx4090").gpu).backend
     rows = [
         [
             "H100, H200: the safe start",
-            quoted(FASTEST),
-            f"{speed[FASTEST]} times bf16, peak memory {peak[FASTEST]}; weights and Adam states stay FP32",
+            code(FASTEST),
+            f"{speed(FASTEST)} times bf16, peak memory {peak(FASTEST)}; weights and Adam states stay FP32",
         ],
         [
             "H100, H200: fastest measured",
-            quoted("msamp:O2"),
-            f"{speed['msamp:O2']} times, {peak['msamp:O2']}; weights, gradients, Adam states in 8 and 16 bits",
+            code("msamp:O2"),
+            f"{speed('msamp:O2')} times, {peak('msamp:O2')}; weights, gradients, Adam states in 8 and 16 bits",
         ],
         [
             "TransformerEngine at hand",
-            quoted(with_te),
-            f"NVIDIA's choice for H100; ``te:delayed``, measured: {speed['te:delayed']} times, {peak['te:delayed']}",
+            code(with_te),
+            f"NVIDIA's choice for H100; ``te:delayed``, measured: {speed('te:delayed')} times, {peak('te:delayed')}",
         ],
         [
             "RTX 40, RTX 50, L40S, RTX PRO 6000",
-            quoted(cards_take),
-            f"predicted: {min(small)} to {max(small)} times at 1.5 billion parameters, "
-            f"{min(large)} to {max(large)} at 7",
+            code(cards_take),
+            f"predicted: {on_cards('1.5B')} times at 1.5 billion parameters, {on_cards('7B')} at 7",
         ],
         [
             "too little memory, any GPU",
-            quoted("msamp:O2"),
+            code("msamp:O2"),
             "6 bytes a weight in place of 16; slower without FP8 units",
         ],
         [
             "all of an 8B, one card of 24 GB",
-            quoted("msamp:O4"),
+            code("msamp:O4"),
             "estimated 14 GiB, host 28 GB: ``--fp8_offload states --fp8_gradient_release true``",
         ],
         [
             "LoRA over a frozen base",
-            quoted(FASTEST),
+            code(FASTEST),
             "with ``--fp8_params true`` half of bf16's memory; FP8 files keep their codes",
         ],
         [
@@ -1142,61 +1065,22 @@ def choices(records: Records) -> str:
         ],
         [
             "a laptop: does FP8 harm the loss?",
-            quoted(FASTEST),
+            code(FASTEST),
             "a GPU's rounding on any machine, slowly",
         ],
     ]
-    return rst(["case", "take", "gain"], rows)
+    return table(["case", "take", "gain"], rows)
 
 
-def main_figures(records: Records) -> str:
-    """Return the main figures: of a GPU, and of the usual CPU with bf16 products."""
-    features = targets.USUAL[0]
-    measured = targets.of_cpu(records, features)
-    rows = [[row.what, row.shown(records)] for row in targets.FIGURES_ON_GPU]
-    rows += [[row.what, row.shown(measured)] for row in targets.FIGURES]
-    machines = {}
-    for name in sorted({row.file for row in targets.FIGURES} & set(measured)):
-        machine, chip = where(measured[name], features), measured[name]["machine"]["chip"]
-        machines[f"{chip}{machine.partition(chip)[2]}"] = None
-    on_gpu = dict.fromkeys(
-        where(records[row.file]) for row in targets.FIGURES_ON_GPU if row.file in records
-    )
-    captions = [f"GPU figures are from one {'; '.join(on_gpu)}."] if on_gpu else []
-    captions += (
-        [f"CPU figures are from 1 or 2 cores of an {'; '.join(machines)}."] if machines else []
-    )
-    return "\n\n".join(
-        [rst(["figure", "measured"], rows), *filter(None, [textwrap.fill(" ".join(captions), 120)])]
-    )
-
-
-TABLES: dict[str, Callable[[Records], str]] = {
+TABLES |= {
     "summary": summary,
     "headline": headline,
     "choices": choices,
-    "figures": main_figures,
+    "answers": answers,
     "targets-cpu": targets_cpu,
     "targets-gpu": targets_gpu,
-    "linear": linear,
-    "step": step,
+    "limits": limits,
     "predicted": predicted,
-    "optimizer": optimizer,
-    "kernels": kernels,
-    "sums": sums,
-    "scale-loss": scale_loss,
-    "rollouts": rollouts,
-    "communication": communication,
-    "memory": memory,
-    "largest": largest,
-    "ranks": ranks,
-    "start-up": start_up,
-    "distributed": distributed,
-    "finetune": finetune,
-    "levels": levels_loss,
-    "experts": experts,
-    "long-run": long_run,
-    "estimate": estimate,
     "models": models,
     "published": published,
     "llmq": llmq,
@@ -1207,6 +1091,17 @@ _MARKED = re.compile(
     r"^\.\. begin table (?P<name>\S+)\n(?P<text>.*?)^\.\. end table (?P=name)\n",
     re.DOTALL | re.MULTILINE,
 )
+
+
+def in_document(name: str, records: Records) -> str:
+    """Return a table as documents have it."""
+    made = TABLES[name]
+    return made.brief(records) if isinstance(made, Table) else made(records)
+
+
+def printed(name: str, record: dict) -> None:
+    """Print the table of a benchmark's own record."""
+    print(TABLES[name].of(record))
 
 
 def between_markers(document: str) -> dict[str, str]:
@@ -1222,7 +1117,7 @@ def written(document: str, records: Records) -> str:
         name = found["name"]
         if name not in TABLES:
             return found[0]
-        return f".. begin table {name}\n\n{TABLES[name](records)}\n\n.. end table {name}\n"
+        return f".. begin table {name}\n\n{in_document(name, records)}\n\n.. end table {name}\n"
 
     return _MARKED.sub(put, document)
 
@@ -1231,6 +1126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TABLES)}")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
         "--write",
@@ -1243,12 +1139,11 @@ def main() -> None:
     records = targets.load(arguments.results)
     if arguments.write is not None:
         for document in arguments.write or DOCUMENTS:
-            document.write_text(
-                written(document.read_text(encoding="utf-8"), records), encoding="utf-8"
-            )
+            made = written(document.read_text(encoding="utf-8"), records)
+            document.write_text(made, encoding="utf-8")
         return
-    for name, table in TABLES.items():
-        print(f".. begin table {name}\n\n{table(records)}\n\n.. end table {name}\n")
+    for name in arguments.names or TABLES:
+        print(f".. begin table {name}\n\n{TABLES[name](records)}\n\n.. end table {name}\n")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Collection
+import statistics
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from measuring import cpu_features, table
+from measuring import DTYPES, cpu_features, table
 
 Records = dict[str, dict]
 """By the name of the file without its ending, such as `linear_cpu_avx512_bf16` or `step_1b_gpu`."""
@@ -90,6 +91,13 @@ def of_cpu(records: Records, features: str) -> Records:
     }
 
 
+def of_any_cpu(records: Records) -> Records:
+    """Return the records, with the first CPU's of each question under `linear_cpu` and the like."""
+    questions = {name.partition("_cpu_")[0] for name in records if "_cpu_" in name}
+    first = {f"{each}_cpu": features_of(records, f"{each}_cpu")[0] for each in questions}
+    return records | {name: records[f"{name}_{features}"] for name, features in first.items()}
+
+
 def one(results: list[dict], **wanted) -> dict:
     """The only result with these values."""
     found = [
@@ -110,20 +118,37 @@ def figure(file: str, key: str, **wanted) -> Callable[[Records], float]:
     return lambda records: one(records[file]["results"], **wanted)[key]
 
 
-def tokens(records: Records, file: str, backend: str, form: str) -> float:
+def tokens(results: list[dict], backend: str) -> float:
     """Return tokens a second; for bare `native`, `te` and `ao` the fastest measured rule's."""
     rates = [
         each["tokens_per_second"]
-        for each in records[file]["results"]
-        if each["form"] == form and backend in (each["backend"], each["backend"].split(":")[0])
+        for each in results
+        if backend in (each["backend"], each["backend"].split(":")[0])
     ]
     if not rates:
-        raise LookupError(f"{file} has no {backend}, {form}")
+        raise LookupError(f"there is no {backend}")
     return max(rates)
 
 
-def speed(file: str, backend: str, other: str, form: str) -> Callable[[Records], float]:
-    return lambda records: tokens(records, file, backend, form) / tokens(records, file, other, form)
+def speed(file: str, backend: str, other: str) -> Callable[[Records], float]:
+    """Read the ratio of tokens a second of compiled steps."""
+
+    def read(records: Records) -> float:
+        found = [each for each in records[file]["results"] if each["form"] == "compiled"]
+        return tokens(found, backend) / tokens(found, other)
+
+    return read
+
+
+def speed_eager(backend: str, other: str) -> Callable[[Records], float]:
+    return lambda records: tokens(eager(records), backend) / tokens(eager(records), other)
+
+
+def eager(records: Records) -> list[dict]:
+    """Return the eager steps of four layers of Llama 8B; older records have them with the compiled
+    ones."""
+    file = _8B_EAGER if _8B_EAGER in records else _8B
+    return [each for each in records[file]["results"] if each["form"] == "eager"]
 
 
 def over(
@@ -178,12 +203,12 @@ def best_linear(backend: str) -> Callable[[Records], float]:
     return read
 
 
-def step_limit(file: str, backend: str, form: str) -> Callable[[Records], float]:
+def step_limit(file: str, backend: str) -> Callable[[Records], float]:
     """Return the share of tokens a second reached by a step with products with weights at the
     chip's peaks, attention at bf16's, and everything else free."""
 
     def read(records: Records) -> float:
-        found = one(records[file]["results"], backend=backend, form=form)
+        found = one(records[file]["results"], backend=backend, form="compiled")
         weights, attention = found["flops"]["weights"], found["flops"]["attention"]
         in_fp8 = weights * found["flops_share"]
         seconds = in_fp8 / fp8_peak(records) + (weights - in_fp8 + attention) / bf16_peak(records)
@@ -214,6 +239,7 @@ def two_shot_bytes(records: Records) -> float:
     return max(reduced, key=lambda each: each["elements"])["bytes_over"]["FP32"]
 
 
+_GATE = [8192, 4096, 14336]
 _EAGER = {"backend": "native:dynamic", "form": "eager"}
 ON_CPU = (
     Target(
@@ -291,35 +317,37 @@ def on_cpu(features: str) -> tuple[Target, ...]:
     return ON_CPU if has_bf16(features) else ON_CPU_WITHOUT_BF16
 
 
-_8B, _8B_TE, _1B, _LOSS = "step_8b_gpu", "step_8b_te_gpu", "step_1b_gpu", "scale_loss_gpu"
+_8B = "step_8b_gpu"
+_8B_TE = "step_8b_te_gpu"
+_8B_EAGER = "step_8b_eager_gpu"
+_1B = "step_1b_gpu"
+_LOSS = "scale_loss_gpu"
 ON_GPU = (
     Target(
         "layers of Llama 8B, sequence 8192, compiled: tokens/s, native / bf16",
-        speed(_8B, "native", "bf16", "compiled"),
+        speed(_8B, "native", "bf16"),
         at_least=1.35,
     ),
     Target(
         "the same / TorchAO tensorwise",
-        speed(_8B, "native", "ao:tensorwise", "compiled"),
+        speed(_8B, "native", "ao:tensorwise"),
         at_least=1.0,
     ),
-    Target(
-        "the same / TransformerEngine", speed(_8B_TE, "native", "te", "compiled"), at_least=0.97
-    ),
-    Target("the same, eager: native / bf16", speed(_8B, "native", "bf16", "eager"), at_least=1.25),
+    Target("the same / TransformerEngine", speed(_8B_TE, "native", "te"), at_least=0.97),
+    Target("the same, eager: native / bf16", speed_eager("native", "bf16"), at_least=1.25),
     Target(
         "Llama 1B, sequence 4096, compiled: native / bf16",
-        speed(_1B, "native", "bf16", "compiled"),
+        speed(_1B, "native", "bf16"),
         at_least=1.2,
     ),
     Target(
         "layers of Llama 8B: peak memory, ``msamp:O2`` / bf16",
-        figure(_8B, "peak_to_plain", backend="msamp:O2", form="eager"),
+        lambda records: one(eager(records), backend="msamp:O2")["peak_to_plain"],
         at_most=0.61,
     ),
     Target(
         "the same: tokens/s, ``msamp:O2`` / native",
-        speed(_8B, "msamp:O2", "native", "eager"),
+        speed_eager("msamp:O2", "native"),
         at_least=1.0,
     ),
     Target(
@@ -341,7 +369,7 @@ ON_GPU = (
 """`native` is the faster of its rules."""
 
 PREDICTED = {
-    f"{one} / {name}, tokens a second": Target("", speed(_8B, one, other, "compiled"))
+    f"{one} / {name}, tokens a second": Target("", speed(_8B, one, other))
     for rule in ("native:dynamic", "native:delayed")
     for one, name, other in (
         (rule, "bf16", "bf16"),
@@ -365,15 +393,15 @@ AGAINST_LIMITS = (
         "linear, ``native:delayed`` / FP8 peak", of_limit(best_linear("native:delayed"), fp8_peak)
     ),
     Target("linear, bf16 / bf16 peak", of_limit(best_linear("bf16"), bf16_peak)),
-    Target("step of 8B layers, bf16, compiled / its limit", step_limit(_8B, "bf16", "compiled")),
+    Target("step of 8B layers, bf16, compiled / its limit", step_limit(_8B, "bf16")),
     Target(
         "step of 8B layers, ``native:dynamic``, compiled / its limit",
-        step_limit(_8B, "native:dynamic", "compiled"),
+        step_limit(_8B, "native:dynamic"),
     ),
-    Target("step of Llama 1B, bf16, compiled / its limit", step_limit(_1B, "bf16", "compiled")),
+    Target("step of Llama 1B, bf16, compiled / its limit", step_limit(_1B, "bf16")),
     Target(
         "step of Llama 1B, ``native:dynamic``, compiled / its limit",
-        step_limit(_1B, "native:dynamic", "compiled"),
+        step_limit(_1B, "native:dynamic"),
     ),
 )
 """Shares of the chip's limits, measured in the same run. Not targets: no bound."""
@@ -381,59 +409,27 @@ AGAINST_LIMITS = (
 
 @dataclass(frozen=True)
 class Figure:
-    """Define one row of the main figures. `read` makes its text and raises LookupError without a
+    """Define one row of the answers. `read` makes its text and raises LookupError without a
     record."""
 
     what: str
-    file: str
-    read: Callable[[dict], str]
+    read: Callable[[Records], str]
+    records: str
+    """Names of its records, without a CPU's features; the first is read."""
 
     def shown(self, records: Records) -> str:
         try:
-            return self.read(records[self.file])
+            return self.read(records)
         except LookupError:
             return "not yet measured"
 
 
-def _peak(record: dict) -> str:
-    plain, level = (one(record["results"], backend=name) for name in ("bf16", "msamp:O2"))
-    return f"{100 * level['peak_tensor_bytes'] / plain['peak_tensor_bytes'] - 100:+.0f} %".replace(
-        "-", "\N{MINUS SIGN}"
-    )
-
-
-def _bytes(record: dict) -> str:
-    found = [one(record["results"], backend=f"msamp:{level}") for level in ("O1", "O2", "O3")]
-    return ", ".join(f"{each['bytes_per_element']['total']:.0f}" for each in found)
+def percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:+.{digits}f} %".replace("-", "\N{MINUS SIGN}")
 
 
 def gap(mean: float, half_width: float) -> str:
     return f"{mean:+.4f} \N{PLUS-MINUS SIGN} {half_width:.4f}".replace("-", "\N{MINUS SIGN}")
-
-
-def _gap(variant: str) -> Callable[[dict], str]:
-    def read(record: dict) -> str:
-        found = one(record["results"], variant=variant)["gap"]
-        return gap(found["mean"], found["half_width"])
-
-    return read
-
-
-def _sent(record: dict) -> str:
-    return f"{two_shot_bytes({'comm_cpu': record}):.2f}"
-
-
-def _mean_error(record: dict) -> str:
-    return f"{100 * max(each['error'] for each in record['figures'] if each['method'] == 'two-shot, 128'):.1f} %"
-
-
-def _times(backend: str) -> Callable[[dict], str]:
-    def read(record: dict) -> str:
-        return (
-            f"{one(record['results'], backend=backend, form='eager')['times_plain']['ratio']:.2f}"
-        )
-
-    return read
 
 
 SUMMARIZED = ("native:dynamic", "ao:tensorwise", "te:delayed", "msamp:O2")
@@ -446,39 +442,38 @@ def seeds_of(record: dict, variants: Collection[str]) -> str:
     return " or ".join(map(str, sorted(found)))
 
 
-def step_of(backend: str) -> str:
-    """Return the record with a step of this backend."""
-    return _8B_TE if backend.startswith("te:") else _8B
+def compiled(records: Records, backend: str) -> dict:
+    """Return a backend's compiled step of four layers of Llama 8B; `te` ran on another day."""
+    file = _8B_TE if backend.startswith("te:") else _8B
+    return one(records[file]["results"], backend=backend, form="compiled")
 
 
-def _speed_on_gpu(backend: str) -> Callable[[dict], str]:
-    """Read tokens a second in a compiled step, over bf16's."""
-    return lambda record: (
-        f"{one(record['results'], backend=backend, form='compiled')['times_plain']['ratio']:.2f}"
-    )
+def times_bf16(records: Records, backend: str) -> str:
+    return f"{compiled(records, backend)['times_plain']['ratio']:.2f}"
 
 
-def _peak_on_gpu(backend: str) -> Callable[[dict], str]:
-    def read(record: dict) -> str:
-        peak = one(record["results"], backend=backend, form="compiled")["peak_to_plain"]
-        return f"{100 * peak - 100:+.0f} %".replace("-", "\N{MINUS SIGN}")
-
-    return read
+def peak_to_bf16(records: Records, backend: str) -> str:
+    return percent(compiled(records, backend)["peak_to_plain"] - 1, 0)
 
 
-def _joined(read: Callable[[str], Callable[[dict], str]]) -> Callable[[dict], str]:
-    return lambda record: ", ".join(
-        read(each)(record) for each in SUMMARIZED if step_of(each) == _8B
-    )
+def loss_gap(records: Records, backend: str) -> str:
+    found = one(records[_LOSS]["results"], variant=backend)["gap"]
+    return gap(found["mean"], found["half_width"])
 
 
-SPEED, PEAK = "speed, times bf16's", "peak memory, over bf16's"
-SUMMARY = (
-    (SPEED, step_of, _speed_on_gpu),
-    (PEAK, step_of, _peak_on_gpu),
-    ("change in held-out loss, nats", lambda backend: _LOSS, _gap),
-)
-"""The figures of `README.rst`: the column, and the record and a reader of each backend."""
+SUMMARY = {
+    "speed, times bf16's": times_bf16,
+    "peak memory, over bf16's": peak_to_bf16,
+    "change in held-out loss, nats": loss_gap,
+}
+"""The figures of `README.rst`: the column, and the reader of each backend."""
+
+
+def shown(read: Callable[[Records, str], str], records: Records, backend: str) -> str:
+    """Return a figure of SUMMARY for a backend."""
+    return Figure("", lambda known: read(known, backend), "").shown(records)
+
+
 CAPTION = (
     "{chip}, against bf16 autocast over FP32 weights: four layers of Llama 8B, compiled, 8,192 tokens a "
     "step."
@@ -489,60 +484,265 @@ OF_LOSSES = (
 )
 
 
-def of_summary(what: str, backend: str) -> Figure:
-    """Return a figure of SUMMARY for a backend."""
-    ((record, reader),) = [
-        (of(backend), read(backend)) for name, of, read in SUMMARY if name == what
-    ]
-    return Figure(what, record, reader)
+def _together(read: Callable[[Records, str], str]) -> Callable[[Records], str]:
+    names = [each for each in SUMMARIZED if not each.startswith("te:")]
+    return lambda records: ", ".join(read(records, each) for each in names)
+
+
+def _peak(records: Records) -> str:
+    results = records["memory_cpu"]["results"]
+    plain, level = (
+        one(results, backend=name)["peak_tensor_bytes"] for name in ("bf16", "msamp:O2")
+    )
+    return percent(level / plain - 1, 0)
+
+
+def _bytes(records: Records) -> str:
+    results = records["memory_cpu"]["results"]
+    found = [one(results, backend=f"msamp:{level}") for level in ("O1", "O2", "O3")]
+    return ", ".join(f"{each['bytes_per_element']['total']:.0f}" for each in found)
+
+
+def _mean_error(records: Records) -> str:
+    figures = records["gradient_mean_cpu"]["figures"]
+    errors = [each["error"] for each in figures if each["method"] == "two-shot, 128"]
+    return f"{100 * max(errors):.1f} %"
+
+
+def _times(backend: str) -> Callable[[Records], str]:
+    return lambda records: (
+        f"{ratio_of('step_cpu', 'times_plain', backend=backend, form='eager')(records):.2f}"
+    )
+
+
+def _ends(values: Iterable[float], form: str) -> str:
+    """Return the least and the greatest of some values."""
+    found = list(values)
+    ends = dict.fromkeys(f"{end:{form}}" for end in (min(found), max(found)))
+    return " to ".join(ends).replace("-", "\N{MINUS SIGN}")
+
+
+def _gaps(file: str, key: str = "results", backend: str = "") -> Callable[[Records], str]:
+    """Return the range of a backend's gaps to plain training in a record, or of all backends'."""
+
+    def read(records: Records) -> str:
+        found = [each for each in records[file][key] if each["backend"] not in DTYPES]
+        gaps = [each["gap"]["mean"] for each in found if backend in ("", each["backend"])]
+        return _ends(gaps, "+.4f")
+
+    return read
+
+
+def _after_all(records: Records) -> str:
+    last = [run["points"][-1]["held_out_loss"] for run in records["long_run_cpu"]["runs"]]
+    return ", ".join(f"{each - last[0]:+.4f}" for each in last[1:])
+
+
+def _checked(*files: str) -> Callable[[Records], str]:
+    def read(records: Records) -> str:
+        checks = [each["passed"] for file in files for each in records[file]["checks"]]
+        return f"{sum(checks)} of {len(checks)} pass"
+
+    return read
+
+
+def _equal(records: Records) -> str:
+    rows = records["sums_gpu"]["by_depth"]
+    equal, results = (sum(each[name] for each in rows) for name in ("emulated", "results"))
+    return f"{equal:,} of {results:,}"
+
+
+def _range_of(file: str, key: str, form: str) -> Callable[[Records], str]:
+    """Return the ends of a ratio over the results of a record."""
+    return lambda records: _ends(
+        (each["ratio"][key] for each in records[file]["results"] if key in each["ratio"]), form
+    )
+
+
+def _monitored(records: Records) -> str:
+    return (
+        _ends((100 * each["share"] for each in records["monitor_cost_cpu"]["recipes"]), ".1f")
+        + " %"
+    )
+
+
+def _predicted(records: Records) -> str:
+    found = records["published"]["results"]
+    return f"{100 * statistics.median(map(error_of, found)):.1f} %"
+
+
+def error_of(row: dict) -> float:
+    return abs(row["predicted"] / row["published"] - 1)
+
+
+def _frozen(records: Records) -> str:
+    results = records["frozen_base_cpu"]["results"]
+    plain, *others = (
+        one(results, base=base, scaling="rowwise")["peak"] for base in ("bf16", "FP8", "NVFP4")
+    )
+    return ", ".join(percent(each / plain - 1, 0) for each in others)
+
+
+def _advised(records: Records) -> str:
+    return _ends(
+        (each["ratio"] for each in records["advise_cpu"]["results"] if each["advised"]), ".2f"
+    )
+
+
+def _policy_gaps(records: Records) -> str:
+    results = records["rollouts_cpu"]["results"]
+    gaps = (one(results, setting=name)["gap"]["mean"] for name in ("codes", "bf16"))
+    return ", ".join(f"{each:.2g}" for each in gaps)
+
+
+def _faster(records: Records) -> str:
+    results = records["by_ranks_cpu"]["results"]
+    return f"{1 + one(results, ranks=2, backend='native:dynamic')['faster']:.2f}"
+
+
+def _parity(records: Records) -> str:
+    results = records["te_parity_gpu"]["results"]
+    return f"{sum(each['equal'] for each in results)} of {len(results)} trainings"
+
+
+def _learnt(records: Records) -> str:
+    results = records["models_cpu"]["results"]
+    learn = sum(each["losses"][-1] < each["losses"][0] for each in results)
+    return f"{learn} of {len(results)}"
 
 
 FIGURES = (
     Figure(
-        "training bytes per weight element, ``msamp:O1``, ``O2``, ``O3`` (bf16: 16)",
-        "memory_cpu",
-        _bytes,
+        "tokens/s over bf16's, four layers of Llama 8B, compiled: ``native``, ``ao``, ``msamp:O2``",
+        _together(times_bf16),
+        "step_8b_gpu step_8b_te_gpu step_1b_gpu",
+    ),
+    Figure("peak memory of that step, over bf16's", _together(peak_to_bf16), "step_8b_gpu"),
+    Figure(
+        "tokens/s on a CPU over bf16's, ``native:dynamic`` (FP8 is emulated)",
+        _times("native:dynamic"),
+        "step_cpu",
+    ),
+    Figure("the same, ``ao:tensorwise``", _times("ao:tensorwise"), "step_cpu"),
+    Figure(
+        "tokens/s on two ranks over gloo, over bf16's, ``native:dynamic``", _faster, "by_ranks_cpu"
     ),
     Figure(
-        "peak bytes of a step's tensors, ``msamp:O2`` / bf16 autocast (115 M parameters, 64 "
-        "tokens)",
-        "memory_cpu",
-        _peak,
+        "time of a linear layer, 8192 x 4096 x 14336, over bf16's, ``native:dynamic``, eager",
+        lambda records: (
+            f"{ratio_of('linear_eager_gpu', 'to_plain', **_EAGER, shape=_GATE)(records):.2f}"
+        ),
+        "linear_eager_gpu linear_cpu",
     ),
-    Figure("bytes of gradients sent between ranks, FP8 / FP32", "comm_cpu", _sent),
+    Figure(
+        "bandwidth of the optimizer's kernel over a copy's, O2",
+        lambda records: f"{figure('optimizer_gpu', 'copy_share', step='O2')(records):.2f}",
+        "optimizer_gpu optimizer_cpu",
+    ),
+    Figure(
+        "the same of a cast, ``native:dynamic``",
+        lambda records: f"{quantize_share('dynamic, both layouts')(records):.2f}",
+        "quantize_gpu",
+    ),
+    Figure(
+        "FP8 products, TFLOP/s", lambda records: f"{fp8_peak(records) / 1e12:,.0f}", "limits_gpu"
+    ),
+    Figure(
+        "time of a step through Accelerate over a hand-written TorchAO loop's",
+        lambda records: f"{records['overhead_cpu']['ratio']['ratio']:.3f}",
+        "overhead_cpu",
+    ),
+    Figure(
+        "``import fp8_backends`` over ``import accelerate``",
+        lambda records: (
+            f"{records['import_time_cpu']['to_accelerate']['fp8_backends']['ratio']:.2f}"
+        ),
+        "import_time_cpu",
+    ),
+    Figure(
+        "``prepare`` of 8 billion parameters on the meta device, at most, s",
+        lambda records: f"{over('seconds', group='on_meta')(records):.2f}",
+        "prepare_cpu",
+    ),
+    Figure(
+        "time of a sampling monitor, one step in 100", _monitored, "monitor_cost_cpu monitor_sample"
+    ),
+    Figure("published speeds, predicted: median error", _predicted, "published"),
+    Figure(
+        "training bytes per weight element, ``msamp:O1``, ``O2``, ``O3`` (bf16: 16)",
+        _bytes,
+        "memory_cpu memory_8b",
+    ),
+    Figure(
+        "peak bytes of a step's tensors, ``msamp:O2`` over bf16's (115 M parameters, 64 tokens)",
+        _peak,
+        "memory_cpu",
+    ),
+    Figure("LoRA's peak over a frozen bf16 base's: FP8, NVFP4", _frozen, "frozen_base_cpu"),
+    Figure(
+        "estimated peak over the measured one",
+        _range_of("estimate_cpu", "peak", ".2f"),
+        "estimate_cpu",
+    ),
+    Figure(
+        "bytes of gradients sent between ranks, FP8 over FP32",
+        lambda records: f"{two_shot_bytes(records):.2f}",
+        "comm_cpu wire_cpu",
+    ),
     Figure(
         "relative error of a mean of gradients sent in FP8, 2 to 32 ranks",
-        "gradient_mean_cpu",
         _mean_error,
+        "gradient_mean_cpu",
     ),
     Figure(
-        "time of a step through Accelerate / of a hand-written TorchAO loop",
-        "overhead_cpu",
-        lambda record: f"{record['ratio']['ratio']:.3f}",
+        "held-out loss minus plain training's, nats, ``native:dynamic`` (10.7 M parameters)",
+        lambda records: loss_gap(records, "native:dynamic"),
+        "scale_loss_gpu scale_loss_1000_gpu scale_loss_cpu",
     ),
     Figure(
-        "tokens/s on this CPU / bf16's, ``native:dynamic`` (FP8 is emulated)",
-        "step_cpu",
-        _times("native:dynamic"),
+        "the same, ``msamp:O2``", lambda records: loss_gap(records, "msamp:O2"), "scale_loss_gpu"
     ),
-    Figure("the same, ``ao:tensorwise``", "step_cpu", _times("ao:tensorwise")),
+    Figure(
+        "the same, model of ``compare``, ``msamp:O2``",
+        _gaps("levels_loss_cpu", "results", "msamp:O2"),
+        "levels_loss_cpu comparison_cpu",
+    ),
+    Figure(
+        "the same under FSDP2, all backends",
+        _gaps("distributed_cpu", "summaries"),
+        "distributed_cpu",
+    ),
+    Figure(
+        "the same after a fine-tune with small learning rates, ``msamp:O2``",
+        _gaps("finetune_cpu", "summaries", "msamp:O2"),
+        "finetune_cpu",
+    ),
+    Figure(
+        "the same of four mixtures of experts, ``msamp:O2`` and ``O4``",
+        _gaps("experts_cpu"),
+        "experts_cpu",
+    ),
+    Figure("the same after 20,000 steps, ``msamp:O2``, ``O4``", _after_all, "long_run_cpu"),
+    Figure(
+        "policy gap of GRPO's rollouts, nats: FP8 on both sides, bf16 trainer",
+        _policy_gaps,
+        "rollouts_cpu",
+    ),
+    Figure("gradient's error left by ``advise``, where it helps", _advised, "advise_cpu"),
+    Figure("architectures with every backend: losses fall", _learnt, "models_cpu"),
+    Figure("results of tensor cores emulated to the bit", _equal, "sums_gpu tensor_cores"),
+    Figure(
+        "GPU's numbers against a CPU's, and messages over NCCL",
+        _checked("check_eager_gpu", "check_features_gpu", "wire_gpu"),
+        "check_eager_gpu check_features_gpu wire_gpu",
+    ),
+    Figure(
+        "``te`` equal to TransformerEngine's own loop to the bit",
+        _parity,
+        "te_parity_gpu te_golden_H200",
+    ),
 )
-"""Of the usual CPU with bf16 products."""
-FIGURES_ON_GPU = (
-    Figure(
-        "**on a GPU**, four layers of Llama 8B, compiled: tokens/s / bf16's, ``native``, ``ao``, "
-        "``msamp:O2``",
-        _8B,
-        _joined(_speed_on_gpu),
-    ),
-    Figure("peak memory of that step, over bf16's", _8B, _joined(_peak_on_gpu)),
-    Figure(
-        "held-out loss minus bf16's, nats, ``native:dynamic`` (10.7 M parameters)",
-        _LOSS,
-        _gap("native:dynamic"),
-    ),
-    Figure("the same, ``msamp:O2``", _LOSS, _gap("msamp:O2")),
-)
+"""Answers, each from the first record of its question."""
 
 
 def rows(targets: tuple[Target, ...], records: Records) -> list[list[str]]:

@@ -12,19 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 import warm_process
-from tools.comparing import compared
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import estimate as estimate_benchmark  # noqa: E402
 import experts as experts_benchmark  # noqa: E402
-import levels_loss  # noqa: E402
 import long_run  # noqa: E402
 import measuring  # noqa: E402
 import tables  # noqa: E402
 import targets  # noqa: E402
+import training  # noqa: E402
 
 from fp8_backends.tensors.scaled_tensor import quantize  # noqa: E402
+
+CHECK = BENCHMARKS.parent / "tests" / "gpu" / "check.py"
 
 
 def run(script, *arguments, code=None):
@@ -54,31 +55,24 @@ def records(folder):
 
 @pytest.mark.nightly
 def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
-    """Run products, steps, kernels and the largest batch; the report reads their records."""
-    done = rehearse("gpu/run.sh", "--cpu", "--only", "first,speed,fit", "--out", str(tmp_path))
+    """Run products, steps and kernels; the report reads their records."""
+    done = rehearse("gpu/run.sh", "--cpu", "--only", "first,steps,speed", "--out", str(tmp_path))
     assert done.returncode == 0 and "nothing failed" in done.stdout, done.stdout + done.stderr
     found = records(tmp_path)
-    checks = found["check_eager"]["checks"]
+    checks = found["check_quick_gpu"]["checks"]
     assert len(checks) > 10 and all(check["passed"] for check in checks)
-    names = "limits step_8b step_1b quantize optimizer linear_eager linear_compiled largest_batch largest_model"
-    assert set(found) == {"check_eager", *(f"{name}_gpu" for name in names.split())}
+    names = "check_quick limits step_8b step_8b_head step_8b_16layers step_8b_te step_8b_eager "
+    names += "step_1b quantize optimizer linear_eager linear_model"
+    assert set(found) == {f"{name}_gpu" for name in names.split()}
     assert all(
         record["machine"]["torch"] and record["machine"]["date"] for record in found.values()
     )
     limits, shown = done.stdout.split("against the limit")[1].split("\n\n")[:2]
-    missing = [line for line in limits.splitlines() if line.endswith(" -")]
+    missing = [line for line in limits.splitlines() if line.endswith(" \N{EN DASH}")]
     if measuring.plain() == "bf16":  # the baseline of a GPU
         # compiled steps: not in a rehearsal
         assert len(missing) == shown.count("not yet measured") == 4, done.stdout
-    text = {
-        name: tables.TABLES[name](found)
-        for name in ("linear", "step", "optimizer", "kernels", "largest")
-    }
-    assert "not yet measured" not in text["kernels"]
-    assert (
-        all("``native:dynamic``" in text[name] for name in ("linear", "step"))
-        and "``msamp:O2``" in text["largest"]
-    )
+    assert "not yet measured" not in tables.TABLES["kernels"](found)
     bf16, *_, level = found["step_8b_gpu"]["results"]
     assert bf16["losses"][-1] < bf16["losses"][0] and level["losses"][-1] < level["losses"][0]
     assert (
@@ -87,15 +81,16 @@ def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
         > level["peak_bytes"]
         > 6 * level["parameters"]
     )
-    bf16, level = found["largest_batch_gpu"]["results"]
-    assert (
-        bf16["exact_batch"]
-        and level["exact_batch"]
-        and level["largest_batch"] > bf16["largest_batch"] > 0
-    )
+    _, head, o4 = found["step_8b_head_gpu"]["results"]
+    assert head["backend"].endswith("?fused_head=True&include=+lm_head") and o4["attention"]
+    assert head["flops_share"] == 1 > o4["flops_share"]
+    deeper, *_ = found["step_8b_16layers_gpu"]["results"]
+    assert deeper["parameters"] > bf16["parameters"]
 
 
-@pytest.mark.parametrize("group", ["first", "first,speed", "loss", "fit", "more", "right", "ranks"])
+@pytest.mark.parametrize(
+    "group", ["first", "first,speed", "steps", "loss", "more", "right", "ranks"]
+)
 def test_limits_of_gpu_run_parts_fit_in_nine_minutes(group):
     done = rehearse("gpu/run.sh", "--list", "--only", group)
     limits = [int(line.split()[1]) for line in done.stdout.splitlines()]
@@ -109,14 +104,15 @@ def test_cpu_only_benchmarks_run_and_write_records(tmp_path):
     names = ["import_time", "comm", "overhead", "prepare", "by_ranks"]
     done = rehearse("cpu.sh", "--small", "--only", ",".join(names), "--out", str(tmp_path))
     assert done.returncode == 0 and "nothing failed" in done.stdout, done.stdout + done.stderr
-    assert "first losses equal to the bit: True" in done.stdout
+    assert "equal to the bit" in done.stdout and "not equal" not in done.stdout
     found = records(tmp_path)
     features = measuring.cpu_features()
     assert set(found) == {f"{name}_cpu_{features}" for name in names}
     assert all(record["machine"]["chip"] for record in found.values())
     # layers, the optimizer
     assert done.stdout.count("not yet measured") == (6 if targets.has_bf16(features) else 3)
-    assert tables.TABLES["start-up"](found).count(f"({features}") == 3
+    for name in ("prepare", "imports", "overhead"):
+        assert f"({features}" in tables.TABLES[name](found)
     assert {each["ranks"] for each in found[f"by_ranks_cpu_{features}"]["results"]} == {1, 2}
 
 
@@ -156,7 +152,7 @@ def test_the_gpu_check_fails_on_a_hidden_overflow():
     """Plant an ordinary scale for a non-finite tensor: its inf saturates without a trace."""
     planted = "fp8_backends.kernels.quantize"
     fault = f"import {planted} as d; d.scale_inv_of = lambda scale, amax: scale.reciprocal()"
-    done = run("gpu/check.py", "--device", "cpu", "--backends", "native:dynamic", code=fault)
+    done = run(CHECK, "--device", "cpu", "--backends", "native:dynamic", code=fault)
     assert done.returncode == 1 and "FAIL non-finite shows native:dynamic" in done.stdout
 
 
@@ -230,9 +226,9 @@ def test_finetune_pairs_each_backend_with_baseline(tiny_encoder, tmp_path):
     assert len({r["start_checksum"] for r in record["runs"]}) == 2
     plain, native, level = record["summaries"]
     assert plain["backend"] == record["precision"] == measuring.plain()
-    assert plain["gap"]["mean"] == 0 and plain["displacement_along"] == pytest.approx(1)
+    assert plain["gap"] is None and plain["displacement_along"] == pytest.approx(1)
     assert native["gap"]["pairs"] == level["gap"]["pairs"] == 2
-    assert level["gap"]["mean"] != 0 and level["all_moved"] and level["displacement_along"] > 0.5
+    assert level["gap"]["mean"] != 0 and not level["unmoved"] and level["displacement_along"] > 0.5
     assert {
         r["bytes_per_element"]["gradient"]
         for r in record["runs"]
@@ -286,7 +282,7 @@ def test_estimated_and_measured_peaks_of_arbitrary_model():
 
 @pytest.mark.nightly
 def test_monitor_cost_is_measured(tmp_path):
-    done = run("monitor_cost.py", "--quick", "--out", str(tmp_path))
+    done = run("monitor_cost.py", "--quick", "--json", str(tmp_path / "record.json"))
     (record,) = records(tmp_path).values()
     costly = [each["backend"] for each in record["recipes"] if each["share"] > record["limit"]]
     assert [each["backend"] for each in record["recipes"]] == [
@@ -315,20 +311,6 @@ def test_rollouts_of_the_trainers_codes_have_no_policy_gap(tmp_path):
 
 
 @pytest.mark.nightly
-def test_comparison_has_one_row_per_level(tmp_path):
-    comparison = compared(tmp_path, "msamp:O2", steps=1)
-    plain, level = found = levels_loss.found_of(comparison.results)
-    assert [row["backend"] for row in found] == ["bf16", "msamp:O2"] and plain["gap"] is None
-    gaps = [level["by_seed"][seed] - plain["by_seed"][seed] for seed in (0, 1)]
-    assert level["gap"]["mean"] == pytest.approx(sum(gaps) / 2) != 0 and level["gap"]["pairs"] == 2
-    assert levels_loss.printed(found).count("\n") == 3
-    written = tables.TABLES["levels"](
-        {"levels_loss_cpu_avx2": {"machine": measuring.machine(), "results": found}}
-    )
-    assert f"``msamp:O2``  {level['held_out_loss']:.4f}" in written
-
-
-@pytest.mark.nightly
 def test_experts_are_trained_measured_and_paired():
     settings = argparse.Namespace(steps=1, lr=1e-3, sequence=16, batch=2, held_out=2)
     runs = [
@@ -336,7 +318,7 @@ def test_experts_are_trained_measured_and_paired():
         for backend in ("bf16", "msamp:O4")
         for seed in (0, 1)
     ]
-    plain, level = found = experts_benchmark.summarized(runs, "bf16")
+    plain, level = found = training.summaries(runs, "bf16", "family")
     assert (
         plain["gap"] is None
         and plain["bytes_per_element"] == 16
@@ -344,7 +326,6 @@ def test_experts_are_trained_measured_and_paired():
     )
     gaps = [level["by_seed"][seed] - plain["by_seed"][seed] for seed in (0, 1)]
     assert level["gap"]["mean"] == pytest.approx(sum(gaps) / 2) != 0 and level["gap"]["pairs"] == 2
-    assert experts_benchmark.printed(found, "bf16").count("\n") == 3
     written = tables.TABLES["experts"](
         {"experts_cpu_avx2": {"machine": measuring.machine(), "results": found}}
     )
@@ -367,9 +348,7 @@ def test_long_run_is_paired_and_tracks_scales():
     written = tables.TABLES["long-run"](
         {"long_run_cpu_avx2": {"machine": measuring.machine(), "runs": [plain, level]}}
     )
-    assert re.search(r"``msamp:O2``  \d\.\d{4} .* 0$", written, re.M) and long_run.printed(
-        [plain, level]
-    )
+    assert re.search(r"``msamp:O2``  \d\.\d{4} .* 0$", written, re.M)
 
 
 def test_stuck_scale_is_reported():

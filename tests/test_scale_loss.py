@@ -26,7 +26,7 @@ def test_a_record_is_continued_and_paired_with_its_reference(tmp_path):
         return json.loads(file.read_text())
 
     first = record("--variants", "rows reversed")
-    both = record("--variants", "rows reversed", "msamp:O4, gradient release")
+    both = record("--variants", "rows reversed;msamp:O4, gradient release")
     assert both["runs"][:2] == first["runs"] and len(both["runs"]) == 4
     names = ["reference", "rows reversed", "reference, not clipped", "msamp:O4, gradient release"]
     assert [each["variant"] for each in both["results"]] == names

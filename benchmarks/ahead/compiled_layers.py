@@ -10,7 +10,6 @@ compiled; embedding, last norm, head and loss are eager.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -25,6 +24,7 @@ import machine  # noqa: E402
 import machine_code  # noqa: E402
 import outside  # noqa: E402
 import roofline  # noqa: E402
+from measuring import options  # noqa: E402
 from specs import convert  # noqa: E402
 from tracing import Graph, Traced, traced  # noqa: E402
 from training import build  # noqa: E402
@@ -168,22 +168,15 @@ def outside_of_layers(found: outside.Recorder, chip: machine.Chip) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = options(
+        __doc__,
+        backend="native:dynamic",
+        shape="8b-4layers",
+        tokens=8192,
+        chip=tuple(machine.CHIPS),
+        no_machine_code=False,
+        layer=False,
     )
-    parser.add_argument("backend")
-    parser.add_argument("--shape", default="8b-4layers")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--chip", choices=list(machine.CHIPS), default="H200")
-    parser.add_argument(
-        "--no-machine-code",
-        action="store_true",
-        help="times from bytes alone, in a tenth of the time",
-    )
-    parser.add_argument(
-        "--layer", action="store_true", help="only the layer, and its stores of FP8"
-    )
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
     chip = machine.CHIPS[arguments.chip]
     machine.pretend(chip)

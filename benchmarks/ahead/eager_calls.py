@@ -10,7 +10,6 @@ itself is left out, and tensors lie on the CPU. Products are not computed. Print
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from machine import Driver, folder  # noqa: E402
 from machine_code import Code, Work, disassembled, fast_path, loaded  # noqa: E402
+from measuring import options  # noqa: E402
 from specs import convert  # noqa: E402
 from tracing import VIEWS  # noqa: E402
 
@@ -277,12 +277,7 @@ def of_optimizer(level: str, launches: Launches, numel: int = 65_536) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--backends", default="")
-    parser.add_argument("--levels", default="", help="separated by semicolons")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, backends="", levels="")
     torch.set_num_threads(1)
     os.environ.setdefault("TRITON_CACHE_DIR", folder())
     launches = Launches()

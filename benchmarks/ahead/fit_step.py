@@ -7,7 +7,6 @@ fit_step.py --fit        prints better ones, if there are any
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -16,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
-from measuring import table  # noqa: E402
+from measuring import options, table  # noqa: E402
 from training import build  # noqa: E402
 
 from fp8_backends.compute import rates  # noqa: E402
@@ -81,12 +80,7 @@ def fit(steps: Steps, tries: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--tries", type=int, default=400)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, fit=False, tries=400)
     steps = Steps()
     if arguments.fit:
         fit(steps, arguments.tries)

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from typing import Any
 
+from measuring import split
 from torch import nn
 
 PLAIN = "bf16"
 TORCHAO = "torchao"
 """TorchAO without this package."""
-
-
-def split(spec: str) -> tuple[str, dict[str, Any]]:
-    """`native:dynamic?field=value&other=1`: a backend and fields of its recipe."""
-    backend, _, told = spec.partition("?")
-    return backend, {
-        name: _value(text)
-        for name, _, text in (each.partition("=") for each in told.split("&") if each)
-    }
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def level_of(spec: str) -> str | None:

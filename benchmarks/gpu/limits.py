@@ -8,14 +8,13 @@ copy's bytes are read plus written.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from measuring import interleaved, summary, table, write_json  # noqa: E402
+from measuring import device, interleaved, options, summary, write_json  # noqa: E402
 
 LAYERS = [
     (2048, 2048),
@@ -127,30 +126,17 @@ def copy_bandwidth(device: str, runs: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found, copied = rates(device, arguments.runs), copy_bandwidth(device, arguments.runs)
+    arguments, on = options(__doc__, runs=5), device()
+    found, copied = rates(on, arguments.runs), copy_bandwidth(on, arguments.runs)
     best: dict[str, float] = {}
     for each in found:
         best[each["product"]] = max(best.get(each["product"], 0.0), each["flops_per_second"])
-    rows = [
-        [each["product"], "x".join(map(str, each["size"])), each["flops_per_second"] / 1e12]
-        for each in found
-    ]
-    print(table(["product", "m x k x n", "TFLOP/s"], rows))
+    for product, rate in best.items():
+        print(f"{product}: {rate / 1e12:.3g} TFLOP/s")
     print(f"copy: {copied['bytes_per_second'] / 1e9:.0f} GB/s, read plus written")
-    record = {
-        "question": "limits of the hardware",
-        "best_flops_per_second": best,
-        "copy": copied,
-        "products": found,
-    }
-    write_json(arguments.json, record)
+    write_json(
+        arguments, "limits of the hardware", best_flops_per_second=best, copy=copied, products=found
+    )
 
 
 if __name__ == "__main__":

@@ -3,21 +3,17 @@
 Each kernel of the native compute against a copy in the same run: bytes read plus written, over the
 time, as a share of the copy's. `dynamic` and `rowwise` read the matrix twice, since the scales
 follow from all of it; `least` counts every matrix once. Launches are replayed from a CUDA graph, to
-time kernels without Python; `call_us` includes Python. Inputs rotate to miss the cache. First of
-all, every kernel's results are compared with the eager reference on the same device, to the bit:
-exits with 1 if one differs.
+time kernels without Python; `call_us` includes Python. Inputs rotate to miss the cache.
 
-    python benchmarks/gpu/quantize.py [--tiles] [--json FILE]
+    python benchmarks/gpu/quantize.py [--json FILE]
 
---tiles: other tiles of the same kernels too, each compiled first. Without a GPU the front's
-functions run on a CPU (in Triton's interpreter, with TRITON_INTERPRET=1 and
-FP8_BACKENDS_TRITON=interpret), as a rehearsal.
+`tests/gpu/check.py` compares their results with the CPU's. Without a GPU the front's functions run on a
+CPU (in Triton's interpreter, with TRITON_INTERPRET=1 and FP8_BACKENDS_TRITON=interpret), as a
+rehearsal.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import statistics
 import sys
 import time
@@ -27,10 +23,18 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from measuring import interleaved, summary, synchronize, table, write_json  # noqa: E402
+from measuring import (  # noqa: E402
+    device,
+    interleaved,
+    options,
+    summary,
+    synchronize,
+    write_json,
+)
+from tables import printed  # noqa: E402
 
 from fp8_backends.formats import scaling  # noqa: F401
-from fp8_backends.formats.formats import E4M3, E5M2, saturating_cast  # noqa: F401
+from fp8_backends.formats.formats import E4M3, E5M2  # noqa: E402
 from fp8_backends.formats.scaling import MX, ROWS, SQUARES, VECTORS  # noqa: F401
 from fp8_backends.kernels import quantize as quantization  # noqa: F401
 from fp8_backends.kernels import triton_gate  # noqa: F401
@@ -106,48 +110,6 @@ def blocks(
     return quantization.quantize_blocks(x, kind, E4M3, rows, columns)
 
 
-def differences(device: str) -> list[str]:
-    """Return the kernels with results unlike the eager reference on this device."""
-    x = (
-        torch.randn(200, 336, device=device) * torch.logspace(-6, 3, 336, device=device)
-    ).bfloat16()
-    x[3, 5], x[70] = float("nan"), 0
-    with_inf, wrong = x.clone(), []
-    with_inf[130, 300] = float("inf")
-    for matrix, fmt in itertools.product((x, with_inf), (E4M3, E5M2)):
-        largest = scaling.tensor_amax(scaling.without_nan(matrix))
-        for name, given in (("dynamic", None), ("delayed", torch.tensor(3.7, device=device))):
-            scale = scaling.scale_from_amax(largest, fmt) if given is None else given
-            codes = saturating_cast(matrix.float() * scale, fmt)
-            expected = scaling.Quantized(codes, scaling.scale_inv_of(scale, largest))
-            found = quantization.quantize(matrix, fmt, given)
-            transposed = expected._replace(codes=expected.codes.t())
-            if not (same(found.along_columns(), expected) and same(found.along_rows(), transposed)):
-                wrong.append(f"{name}, {fmt.name}")
-        for name, kind in (
-            ("rowwise", ROWS),
-            ("1 x 128", VECTORS),
-            ("128 x 128", SQUARES),
-            ("mxfp8", MX),
-        ):
-            found = quantization.quantize_blocks(matrix, kind, fmt)
-            expected, transposed = kind.quantize(matrix, fmt), kind.quantize(matrix.t(), fmt)
-            if not (same(found.along_columns(), expected) and same(found.along_rows(), transposed)):
-                wrong.append(f"{name}, {fmt.name}")
-    return wrong
-
-
-def same(found, expected) -> bool:
-    """Codes to the bit; scales too, any NaN being as good as another."""
-    (codes, scale), (expected_codes, expected_scale) = found, expected
-    equal_codes = torch.equal(
-        codes.contiguous().view(torch.uint8), expected_codes.contiguous().view(torch.uint8)
-    )
-    return equal_codes and torch.allclose(
-        scale.float(), expected_scale.float(), rtol=0, atol=0, equal_nan=True
-    )
-
-
 def inputs(shape: tuple[int, int], device: str) -> list[torch.Tensor]:
     count = max(2, ROTATED[device] // (shape[0] * shape[1] * ELEMENT))
     return [torch.randn(shape, device=device).bfloat16() for _ in range(count)]
@@ -181,14 +143,14 @@ def call_microseconds(function: Callable, x: torch.Tensor, calls: int = 20) -> f
     return statistics.median(seconds) * 1e6
 
 
-def measured(shape: tuple[int, int], device: str, runs: int, kernels: dict) -> list[dict]:
+def measured(shape: tuple[int, int], device: str, runs: int) -> list[dict]:
     """Measure one shape: the copy first."""
     matrices = inputs(shape, device)
     target, found = torch.empty_like(matrices[0]), []
     copied = over_all(lambda x: target.copy_(x), matrices)
     for name, (function, moved, least) in {
         "copy": (None, 2 * ELEMENT, 2 * ELEMENT),
-        **kernels,
+        **KERNELS,
     }.items():
         run = copied if function is None else over_all(function, matrices)
         seconds = interleaved({"copy": copied, name: run}, runs)
@@ -215,83 +177,15 @@ def measured(shape: tuple[int, int], device: str, runs: int, kernels: dict) -> l
     return found
 
 
-def other_tiles() -> dict:
-    """Return the same kernels with other tiles; KERNELS has the default."""
-    from fp8_backends.kernels import triton_blocks, triton_matrix
-    from fp8_backends.kernels.triton_matrix import Tile
-
-    def cast(tile: Tile) -> Callable:
-        return lambda x: triton_matrix.quantize(x, E4M3, one(x), tile=tile)
-
-    def in_blocks(kind: scaling.Blocks, tile: Tile) -> Callable:
-        return lambda x: triton_blocks.quantize_blocks(x, kind, E4M3, tile=tile)
-
-    def amax_by(tile: Tile) -> Callable:
-        return lambda x: triton_matrix.amax(x, tile=tile)
-
-    both = ELEMENT + 2 * CODE, ELEMENT + 2 * CODE
-    found = {}
-    for tile in (
-        Tile(64, 64, 4),
-        Tile(128, 64, 4),
-        Tile(64, 128, 8),
-        Tile(128, 128, 8),
-        Tile(32, 128, 4),
-    ):
-        found[f"delayed, both layouts {tuple(tile)}"] = (cast(tile), *both)
-    for tile in (Tile(1, 4096, 4), Tile(1, 4096, 8), Tile(1, 16384, 8)):
-        found[f"amax {tuple(tile)}"] = (amax_by(tile), ELEMENT, ELEMENT)
-    for tile in (Tile(64, 128, 8), Tile(128, 64, 4), Tile(64, 64, 4)):
-        found[f"rowwise, both {tuple(tile)}"] = (
-            in_blocks(ROWS, tile),
-            2 * ELEMENT + 2 * CODE,
-            both[1],
-        )
-    for tile in (Tile(32, 128, 4, 96), Tile(16, 128, 4), Tile(64, 128, 8, 96), Tile(128, 128, 8)):
-        found[f"blockwise 1 x 128, both {tuple(tile)}"] = (in_blocks(VECTORS, tile), *both)
-    for tile in (Tile(64, 64, 4), Tile(32, 64, 4, 64), Tile(32, 128, 4, 96), Tile(64, 128, 4)):
-        found[f"mxfp8, both {tuple(tile)}"] = (in_blocks(MX, tile), *both)
-    return found
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=11)
-    parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def main() -> None:
+    arguments, on = options(__doc__, runs=11), device()
     torch.manual_seed(0)
-    by_kernels = triton_gate.usable(torch.empty(1, device=device))
-    print(f"through {'Triton kernels' if by_kernels else 'PyTorch operations'} on {device}")
-    wrong, kernels, found = differences(device), dict(KERNELS), []
-    if arguments.tiles:
-        kernels |= other_tiles()
-    for shape in SHAPES[device]:
-        found += measured(shape, device, arguments.runs, kernels)
-    rows = [
-        [
-            each["kernel"],
-            "x".join(map(str, each["shape"])),
-            f"{each['bytes_per_second'] / 1e9:.0f}",
-            each["share_of_copy"],
-            each["least_share_of_copy"],
-            "" if each["call_us"] is None else f"{each['call_us']:.0f}",
-        ]
-        for each in found
-    ]
-    print(table(["kernel", "shape", "GB/s", "of the copy's", "least", "one call, us"], rows))
-    print(
-        "different from the eager reference: " + ", ".join(wrong)
-        if wrong
-        else "equal to the eager reference"
-    )
-    record = {"question": "bandwidth of the kernels that quantize", "by_kernels": by_kernels}
-    write_json(arguments.json, record | {"different_from_reference": wrong, "kernels": found})
-    return 1 if wrong else 0
+    by_kernels = triton_gate.usable(torch.empty(1, device=on))
+    print(f"through {'Triton kernels' if by_kernels else 'PyTorch operations'} on {on}")
+    found = [row for shape in SHAPES[on] for row in measured(shape, on, arguments.runs)]
+    question = "bandwidth of the kernels that quantize"
+    printed("kernels", write_json(arguments, question, by_kernels=by_kernels, kernels=found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
 # On one Hopper GPU, in at most 9 minutes a call: what FP8 costs and saves against bf16 in the same run, as shares of
-# what the chip can do.
+# what the chip can do. A record of steps has 40 of a hot chip, its clocks, and the attention that ran.
 #   benchmarks/gpu/run.sh --out DIR                   first, then speed (the default)
 #   benchmarks/gpu/run.sh --out DIR --only first      what matters most, in 5 minutes: a quick check, and tokens a second
-#                                                     and peak memory of each backend, beside what was predicted
-#   benchmarks/gpu/run.sh --out DIR --only speed      every further question of speed
+#                                                     and peak memory of each backend
+#   benchmarks/gpu/run.sh --out DIR --only steps      compiled steps of a hot chip: a head in FP8 beside a fused loss in
+#                                                     bf16, O4, sixteen layers, TransformerEngine, eager
+#   benchmarks/gpu/run.sh --out DIR --only speed      optimizers, kernels and Linears
 #   benchmarks/gpu/run.sh --out DIR --only right      whether every product, step and wire is right
 #   benchmarks/gpu/run.sh --out DIR --only loss       losses of 10.7 million parameters, paired by seed, 15 runs at a time
-#   benchmarks/gpu/run.sh --out DIR --only fit        the largest micro-batch and the largest model of each backend
 #   benchmarks/gpu/run.sh --out DIR --only more       further lengths and fields, and messages between ranks
 #   benchmarks/gpu/run.sh --out DIR --nproc 1,2,4,8   further GPUs: the table by the number of ranks, over NCCL
 # --cpu rehearses every line on a small scale without a GPU; --list prints the parts with their seconds and runs none.
 # Prints tables and writes one JSON a question, with chip, versions and date, under DIR; `cp DIR/*_gpu.json
 # benchmarks/results` and `benchmarks/tables.py --write` make the tables of them. Exits with 1 if a part failed.
 # TorchAO and TransformerEngine are measured where they are installed. Wheels in .te, beside README.rst, are unpacked
-# and used, as is a bundle of TransformerEngine there (te_core_py.tar.xz and libte_sm90.so.xz). A part that does not end
+# and used, Liger's too, as is a bundle of TransformerEngine there (te_core_py.tar.xz and libte_sm90.so.xz). A part that does not end
 # in its time is cut off, and one that no longer fits is left out: both are said, and count as failed.
 set -uo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
@@ -27,7 +28,7 @@ while [ $# -gt 0 ]; do
     --list) list=1; shift ;;
     --only) only=$2; shift 2 ;;
     --nproc) nproc=$2 only=ranks; shift 2 ;;
-    *) echo "usage: $0 --out DIR [--cpu] [--list] [--only first|speed|right|loss|fit|more] [--nproc 1,2,4,8]" >&2; exit 2 ;;
+    *) echo "usage: $0 --out DIR [--cpu] [--list] [--only first|steps|speed|right|loss|more] [--nproc 1,2,4,8]" >&2; exit 2 ;;
   esac
 done
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -40,8 +41,8 @@ part() { # group, seconds, then the command
   local group=$1 limit=$2 left=$((deadline - SECONDS)); shift 2
   [ -n "$cpu" ] && [ -z "$list" ] && limit=600 left=600 # a rehearsal may be slow: nothing is measured
   wanted "$group" || return
-  if [ -n "$list" ]; then echo "$group $limit ${*#"$here/"}"; return; fi
-  echo; echo "== ${*#"$here/"}"
+  if [ -n "$list" ]; then echo "$group $limit ${*#"$root/"}"; return; fi
+  echo; echo "== ${*#"$root/"}"
   if [ "$left" -lt 15 ]; then echo "== not run: no time is left"; failed=1; return; fi
   local start=$SECONDS
   timeout -k 5 "$((limit < left ? limit : left))" "$@"
@@ -54,7 +55,7 @@ on() { if [ -n "$cpu" ]; then echo "$2"; else echo "$1"; fi; } # what a GPU take
 te_part() { # as part, where TransformerEngine imports
   if [ -z "$why_no_te" ]; then part "$@"; return; fi
   wanted "$1" || return
-  shift 2; echo; echo "== not run: ${*#"$here/"}: $why_no_te"
+  shift 2; echo; echo "== not run: ${*#"$root/"}: $why_no_te"
 }
 unpack() { # the wheels in .te, and TransformerEngine's bundle where it is complete
   "$python" - "$root/.te" "$1" <<'P'
@@ -108,37 +109,40 @@ fi
 ranks() { echo "$python -m torch.distributed.run --standalone --nproc_per_node $(on "$gpus" 2)"; }
 standin=$(on "" --standin)
 small="--shape tiny --steps 2 --warmup 1 --sequence 32"
-compared=$(on native:dynamic,native:delayed,ao:tensorwise,te:delayed,msamp:O2 native:dynamic,msamp:O2)
+steps=$(on "--steps 40 --every 8 --profile --backends" "$small --backends")
+eight=$(on "--shape 8b-4layers --sequence 8192 --batch 1" "")
+head="?fused_head=True&include=+lm_head"
+compared=$(on native:delayed,native:dynamic,msamp:O2 native:dynamic,msamp:O2)
 both=$(on eager,compiled "${FORMS:-eager,compiled}")
+compiled=$(on compiled "${FORMS:-compiled}")
 layers=native:dynamic,native:delayed,native:rowwise,ao:tensorwise,torchao
 
 # first: is it right, and what does a step cost?
-part first 60 "$python" "$here/gpu/check.py" --quick $(on "--backends native:dynamic,msamp:O2" "--device cpu --backends native:dynamic") --out "$out"
+part first 60 "$python" "$root/tests/gpu/check.py" --quick $(on "--backends native:dynamic,msamp:O2" "--device cpu --backends native:dynamic") --json "$out/check_quick_gpu.json"
 part first 15 "$python" "$here/gpu/sums.py" $(on "" "--device cpu --depths 32") --out "$out"
 part first 25 "$python" "$here/gpu/limits.py" $(on "" "--runs 2") --json "$out/limits_gpu.json"
-part first 150 "$python" "$here/step.py" --forms $(on compiled,eager "${FORMS:-compiled,eager}") $(on "--shape 8b-4layers --sequence 8192 --batch 1 --steps 8" "$small") --backends $compared --json "$out/step_8b_gpu.json"
-part first 10 "$python" "$here/ahead/beside.py" "$out/step_8b_gpu.json"
+part first 190 "$python" "$here/step.py" --forms $compiled $eight $steps $compared --json "$out/step_8b_gpu.json"
+
+# steps: what a user would feel, the most valuable first; heads, O2 and O4 before te
+part steps 150 "$python" "$here/step.py" --forms $compiled $eight $steps "$(on "bf16?liger=True,native:delayed$head,msamp:O2$head,msamp:O4" "native:dynamic$head,msamp:O4")" --json "$out/step_8b_head_gpu.json"
+part steps 120 "$python" "$here/step.py" --forms $compiled $eight --layers $(on 16 3) $steps $(on native:delayed,native:dynamic native:dynamic) --json "$out/step_8b_16layers_gpu.json"
+part steps 110 "$python" "$here/step.py" --forms $compiled $eight $steps $(on ao:tensorwise,te:delayed ao:tensorwise) --json "$out/step_8b_te_gpu.json"
+part steps 90 "$python" "$here/step.py" --forms eager $eight $steps $compared,ao:tensorwise --json "$out/step_8b_eager_gpu.json"
 
 # speed: what else does it cost, and how near is it to what the chip can do?
-part speed 100 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequence 4096 --batch 2" "$small") --backends $(on native:dynamic,native:delayed,ao:tensorwise,te:delayed native:dynamic) --json "$out/step_1b_gpu.json"
-part speed 20 "$python" "$here/gpu/quantize.py" $(on "" "--runs 2") --json "$out/quantize_gpu.json"
 part speed 35 "$python" "$here/optimizer.py" $(on "" "--elements 65536 --runs 2 --levels O1;O2;O4") --json "$out/optimizer_gpu.json"
-part speed 55 "$python" "$here/linear.py" $(on "--shapes llama --runs 9" "--runs 2 --shapes tiny") --backends $(on te:delayed,te:dynamic,$layers $layers) --json "$out/linear_eager_gpu.json"
-part speed 45 "$python" "$here/linear.py" --forms $(on compiled "${FORMS:-compiled}") $(on "--shapes llama-gates" "--runs 2 --shapes tiny") --backends $layers --json "$out/linear_compiled_gpu.json"
+part speed 40 "$python" "$here/linear.py" --forms $compiled --linears $(on "8 --shapes llama-gates" "2 --runs 2 --shapes tiny") --backends $layers --json "$out/linear_model_gpu.json"
+part speed 20 "$python" "$here/gpu/quantize.py" $(on "" "--runs 2") --json "$out/quantize_gpu.json"
+part speed 45 "$python" "$here/linear.py" $(on "--shapes llama --runs 9" "--runs 2 --shapes tiny") --backends $(on te:delayed,te:dynamic,$layers $layers) --json "$out/linear_eager_gpu.json"
+part speed 70 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequence 4096 --batch 2" "") $steps $(on native:delayed,native:dynamic native:dynamic) --json "$out/step_1b_gpu.json"
 deadline=$((SECONDS + 20)) # whatever was cut off, what there is is told
 part speed 10 "$python" "$here/targets.py" --on gpu "$out"
 
-# fit: the largest micro-batch and the largest model
-deadline=$((SECONDS + 505))
-fitting=$(on te:delayed,ao:tensorwise,native:dynamic,msamp:O1,msamp:O2,msamp:O3 msamp:O2)
-little=$(on "" "--memory 1e7 --sequence 32 --steps 1")
-part fit 220 "$python" "$here/largest.py" --questions batch $little --backends $fitting --json "$out/largest_batch_gpu.json"
-part fit 280 "$python" "$here/largest.py" --questions model $little --backends $fitting --json "$out/largest_model_gpu.json"
-
 # more: further lengths, further fields, and the wire
-part more 180 "$python" "$here/step.py" --forms $both $(on "--shape 8b-4layers --sequence 4096 --batch 2 --steps 8" "$small") --backends $compared --json "$out/step_8b_4096_gpu.json"
-part more 130 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequence 8192 --batch 1" "$small") --backends $(on native:dynamic,native:delayed,ao:tensorwise,te:delayed native:dynamic) --json "$out/step_1b_8192_gpu.json"
-part more 65 "$python" "$here/gpu/check.py" --features $(on "" "--device cpu") --out "$out"
+deadline=$((SECONDS + 505))
+part more 180 "$python" "$here/step.py" --forms $both $(on "--shape 8b-4layers --sequence 4096 --batch 2" "") $steps $compared --json "$out/step_8b_4096_gpu.json"
+part more 130 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequence 8192 --batch 1" "") $steps $compared --json "$out/step_1b_8192_gpu.json"
+part more 65 "$python" "$root/tests/gpu/check.py" --features $(on "" "--device cpu") --json "$out/check_features_gpu.json"
 part more 60 $(ranks) "$here/comm.py" $(on "--elements 1048576,67108864" "--runs 2 --elements 65536") --json "$out/comm_gpu.json"
 
 # loss: what does FP8 cost in loss? Records in DIR are extended
@@ -146,18 +150,18 @@ little=$(on "" "--steps 2 --seeds 1 --hidden 64 --layers 1 --device cpu --worker
 part loss 460 "$python" "$here/scale_loss.py" $(on "--workers 15 --seeds 16 --minutes 7" "$little") --json "$out/scale_loss_gpu.json"
 
 # right: is it right?
-part right 60 "$python" "$here/gpu/check.py" $(on "" "--device cpu --backends native:dynamic") --out "$out"
-te_part right 45 "$python" "$here/gpu/golden.py" $standin --out "$out"
-te_part right 75 "$python" "$here/te/parity.py" --recipe $(on delayed,most_recent,dynamic,blockwise delayed) $standin --json "$out/te_parity.json"
-te_part right 40 "$python" "$here/te/parity.py" --mode recompute $standin --json "$out/te_parity_recompute.json"
-part right 60 $(ranks) "$here/gpu/wire.py" $(on "" "--device cpu --engines DDP") --out "$out"
-part right 90 "$python" "$here/gpu/check.py" --compile $(on "--backends native:dynamic,ao:tensorwise" "--device cpu --backends native:dynamic") --out "$out"
+part right 60 "$python" "$root/tests/gpu/check.py" $(on "" "--device cpu --backends native:dynamic") --json "$out/check_eager_gpu.json"
+te_part right 45 "$python" "$root/tests/te/golden.py" $standin --out "$out"
+te_part right 75 "$python" "$root/tests/te/parity.py" --recipe $(on delayed,most_recent,dynamic,blockwise delayed) $standin --json "$out/te_parity.json"
+te_part right 40 "$python" "$root/tests/te/parity.py" --mode recompute $standin --json "$out/te_parity_recompute.json"
+part right 60 $(ranks) "$root/tests/gpu/wire.py" $(on "" "--device cpu --engines DDP") --json "$out/wire_gpu.json"
+part right 90 "$python" "$root/tests/gpu/check.py" --compile $(on "--backends native:dynamic,ao:tensorwise" "--device cpu --backends native:dynamic") --json "$out/check_compiled_gpu.json"
 modes="ddp fsdp2 deepspeed"
 if wanted right && [ -z "$list$why_no_te" ] && ! "$python" -c "import deepspeed" >/dev/null 2>&1; then
   modes="ddp fsdp2"; echo "== not run: parity under DeepSpeed, which is not installed"
 fi
 for mode in $modes; do
-  te_part right 45 $(ranks) "$here/te/parity.py" --mode $mode $standin --json "$out/te_parity_$mode.json"
+  te_part right 45 $(ranks) "$root/tests/te/parity.py" --mode $mode $standin --json "$out/te_parity_$mode.json"
 done
 
 # ranks: one process a GPU

@@ -12,7 +12,6 @@ the recording with exact sums.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from pathlib import Path
@@ -20,7 +19,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from measuring import machine, table, write_json  # noqa: E402
+from measuring import machine, options, write_json  # noqa: E402
+from tables import printed  # noqa: E402
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 PAIRS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))
@@ -121,9 +121,9 @@ def compared(entry: dict) -> list[dict]:
     return rows
 
 
-def compare(file: Path, json_file: str | None) -> int:
+def compare(arguments) -> int:
     """Print a table by K, write the record, and return 1 if an emulated result differs."""
-    recorded = torch.load(file)
+    recorded = torch.load(arguments.compare)
     rows = [row for entry in recorded["records"] for row in compared(entry)]
     keys = ("emulated", "emulated_in_bf16", "exact_sums", "exact_sums_in_bf16", "results")
     by_depth = []
@@ -135,24 +135,17 @@ def compare(file: Path, json_file: str | None) -> int:
         ]
         sums = {key: sum(row[key] for row in chosen) for key in keys}
         by_depth.append({"accumulation": accumulation, "depth": depth} | sums)
-    print(table(["accumulation", "K", *keys], [list(row.values()) for row in by_depth]))
-    record = {"question": "sums of a GPU", "recorded_on": recorded["machine"], "by_depth": by_depth}
-    write_json(json_file, record)
+    figures = {"recorded_on": recorded["machine"], "by_depth": by_depth}
+    printed("sums", write_json(arguments, "sums of a GPU", **figures))
     return int(any(row["emulated"] != row["results"] for row in rows))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = options(
+        __doc__, device="cuda", out=".", depths=",".join(map(str, DEPTHS)), compare=str
     )
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--depths", default=",".join(map(str, DEPTHS)))
-    parser.add_argument("--compare", type=Path, help="a recorded file")
-    parser.add_argument("--json", help="write the comparison there")
-    arguments = parser.parse_args()
     if arguments.compare:
-        return compare(arguments.compare, arguments.json)
+        return compare(arguments)
     generator = torch.Generator().manual_seed(0)
     depths = [int(depth) for depth in arguments.depths.split(",")]
     cases = [
@@ -164,8 +157,9 @@ def main() -> int:
     records = [
         record(arguments.device, *case, generator) for case in cases if case[1] <= largest[case[0]]
     ]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    torch.save({"machine": machine(), "records": records}, arguments.out / "sums.pt")
+    folder = Path(arguments.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({"machine": machine(), "records": records}, folder / "sums.pt")
     print(f"{len(records)} products recorded, each with and without fast accumulation")
     return 0
 

@@ -7,9 +7,7 @@ https://github.com/north-numerical-computing/MATLAB-tensor-core.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from pathlib import Path
 
 import emulation
@@ -18,7 +16,8 @@ import torch
 from fp8_backends.formats.formats import E4M3, E5M2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from measuring import cpu_features, table, write_json  # noqa: E402
+from measuring import options, write_json  # noqa: E402
+from tables import printed  # noqa: E402
 
 WGMMA = ("H100", "H200")
 """Recorded with C = 0, whatever their files of C hold."""
@@ -67,42 +66,14 @@ def compare(a, b, c, d, chip: str) -> dict:
     )
 
 
-def seconds(chip: str, size: int = 512) -> float:
-    """A product of `size` in all dimensions; the fastest of three."""
-    torch.manual_seed(0)
-    a, b = (torch.randn(size, size).to(E4M3.dtype) for _ in "ab")
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        emulation.product(a, b, chip)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="the folder model_validation")
-    parser.add_argument("--json", help="write the record there")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, folder=".")
     results = []
     for chip in ("H100", "H200", "Ada", "L40S", "B200"):
         for fmt in (E4M3, E5M2):
-            results.append(
-                {"chip": chip, "format": fmt.name}
-                | compare(*recorded(arguments.folder, chip, fmt), chip)
-            )
-    speed = {chip: seconds(chip) for chip in emulation.CHIPS}
-    header = ["chip", "format", "rows", "equal", "by exact sums"]
-    keys = ("chip", "format", "rows", "equal", "exact_sums_equal")
-    print(table(header, [[str(each[key]) for key in keys] for each in results]))
-    print(
-        ", ".join(f"{chip}: {1000 * s:.0f} ms for 512 x 512 x 512" for chip, s in speed.items()),
-        f"({cpu_features()})",
-    )
-    write_json(
-        arguments.json,
-        {"question": "sums equal to recordings", "results": results, "seconds_512": speed},
-    )
+            found = compare(*recorded(Path(arguments.folder), chip, fmt), chip)
+            results.append({"chip": chip, "format": fmt.name, **found})
+    printed("instructions", write_json(arguments, "sums equal to recordings", results=results))
 
 
 if __name__ == "__main__":

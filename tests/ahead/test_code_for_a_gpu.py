@@ -47,7 +47,9 @@ def answered(script: str, *arguments: str, cwd: Path, folder: str = "benchmarks/
 
 @pytest.mark.parametrize("backend", BUDGETS)
 def test_compiled_layer_stays_within_budget(backend, tmp_path):
-    result = answered("compiled_layers.py", backend, "--no-machine-code", "--layer", cwd=tmp_path)
+    result = answered(
+        "compiled_layers.py", "--backend", backend, "--no-machine-code", "--layer", cwd=tmp_path
+    )
     assert not within(result, BUDGETS[backend])
     assert_one_graph_of_fp8_products(result)
     stores = result["fp8_stores"]

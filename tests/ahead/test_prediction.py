@@ -22,12 +22,10 @@ from fp8_backends.compute.products import scaled_product
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 own_path = list(sys.path)  # benchmarks/distributed.py would hide the folder of tests
 sys.path += [str(BENCHMARKS), str(BENCHMARKS / "ahead")]
-import beside  # noqa: E402
 import outside  # noqa: E402
 import rates  # noqa: E402
 import roofline  # noqa: E402
 import specs  # noqa: E402
-import tables  # noqa: E402
 import whole_step  # noqa: E402
 from inductor import Product, matrix_work  # noqa: E402
 from machine import CHIPS  # noqa: E402
@@ -133,7 +131,6 @@ def test_error_of_published_rates_stays_as_documented():
 def test_copy_is_the_measured_one():
     measured = record("limits_gpu")["copy"]["bytes_per_second"]
     assert CHIPS["H200"].copy == pytest.approx(measured, rel=1e-3)
-    assert tables.ASSUMED_OF_A_COPY == roofline.OF_A_COPY
 
 
 def test_fp32_results_and_row_scales_have_rates_of_their_own():
@@ -263,24 +260,3 @@ def test_loop_counts_wide_path_not_masked_path():
     )
     assert [each.kind for each in fast_path(code)] == ["MOV", "BRA", "LDG", "FADD", "FMUL", "BRA"]
     assert fast_path(Code(32, 0, 0, 128, operations("LDG.E R2\nEXIT"))) == []
-
-
-def test_table_pairs_predicted_and_measured():
-    predicted = {
-        "results": [
-            {"backend": name, "tokens_per_second": rate}
-            for name, rate in (("bf16", 100), ("torchao", 120))
-        ]
-    }
-    rates = {"bf16": 80, "ao:tensorwise": 120, "te:delayed": 100}
-    measured = {
-        "results": [
-            {"backend": k, "form": "compiled", "tokens_per_second": v} for k, v in rates.items()
-        ]
-    }
-    assert beside.rows(predicted, measured) == [
-        ["bf16", 100, 80, "1.00", "1.00", "0.80"],
-        ["torchao", 120, "-", "1.20", "-", "-"],
-        ["ao:tensorwise", 120, 120, "1.20", "1.50", "1.00"],
-        ["te:delayed", "-", 100, "-", "1.25", "-"],
-    ]

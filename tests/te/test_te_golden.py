@@ -16,7 +16,7 @@ RECORD = BENCHMARKS / "results" / "te_golden_H200.safetensors"
 
 @pytest.fixture(scope="module")
 def golden():
-    sys.path[:0] = [str(BENCHMARKS / "gpu")]
+    sys.path[:0] = [str(Path(__file__).parent)]
     import golden
 
     return golden

@@ -1,7 +1,7 @@
 """Does FP8 travel between GPUs as it should? The collective, and training under DDP and FSDP2, over
 NCCL.
 
-    python -m torch.distributed.run --nproc_per_node 2 benchmarks/gpu/wire.py --out DIR
+    python -m torch.distributed.run --nproc_per_node 2 tests/gpu/wire.py --json FILE
 
 One GPU is enough to try streams, kernels and NCCL's byte collectives. Prints a line a check; exits
 with 1 if one failed. `--device cpu` rehearses the same over gloo.
@@ -9,7 +9,6 @@ with 1 if one failed. `--device cpu` rehearses the same over gloo.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -22,8 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from measuring import machine  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from measuring import options, write_json  # noqa: E402
 
 import fp8_backends  # noqa: E402
 from fp8_backends.comm.two_shot import MESSAGE_BLOCK, AllReduce, reduce_scatter  # noqa: F401
@@ -154,13 +153,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--engines", default="DDP,FSDP2")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = options(__doc__, device="cuda", engines="DDP,FSDP2")
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     if args.device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
@@ -179,10 +172,8 @@ def main() -> int:
             check(name, False, error=f"{type(error).__name__}: {error}"[:300])
             break
     failed = [result for result in RESULTS if not result["passed"]]
-    if args.out and dist.get_rank() == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
-        record = {"machine": machine(), "ranks": dist.get_world_size(), "checks": RESULTS}
-        (args.out / "wire.json").write_text(json.dumps(record, indent=1) + "\n")
+    if dist.get_rank() == 0:
+        write_json(args, "messages between GPUs", ranks=dist.get_world_size(), checks=RESULTS)
     dist.destroy_process_group()
     return 1 if failed else 0
 

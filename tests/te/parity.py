@@ -6,9 +6,9 @@ TransformerEngine's and enters its autocast itself. Every loss, the metrics befo
 training, and every weight must be equal. Exits with 1 otherwise, with 2 if TransformerEngine cannot
 run.
 
-    python benchmarks/te/parity.py --recipe delayed
-    python -m torch.distributed.run --nproc_per_node 2 benchmarks/te/parity.py --mode ddp        (or fsdp2, deepspeed)
-    TE_SITE=FOLDER python benchmarks/te/parity.py --standin
+    python tests/te/parity.py --recipe delayed
+    python -m torch.distributed.run --nproc_per_node 2 tests/te/parity.py --mode ddp        (or fsdp2, deepspeed)
+    TE_SITE=FOLDER python tests/te/parity.py --standin
 
 The last rehearses on a CPU, over the tests' stand-in for TransformerEngine's kernels; FOLDER holds
 the packages of tests/te/requirements.txt.
@@ -16,10 +16,10 @@ the packages of tests/te/requirements.txt.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,9 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+from measuring import options, write_json  # noqa: E402
+from training import fsdp2  # noqa: E402
+
 from fp8_backends import BackendUnavailableError  # noqa: E402
 from fp8_backends.compute import hardware  # noqa: E402
 from fp8_backends.compute.te.backend import load  # noqa: E402
@@ -150,14 +153,7 @@ def accelerator_of(mode: str, recipe: str, size: Size, device: str) -> Any:
         "cpu": device == "cpu" and mode != "deepspeed",
     }
     if mode == "fsdp2":
-        from accelerate.utils import FullyShardedDataParallelPlugin
-
-        arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["BertLayer"],
-            cpu_ram_efficient_loading=False,
-        )
+        arguments["fsdp_plugin"] = fsdp2("BertLayer", cpu_ram_efficient_loading=False)
     if mode == "deepspeed":
         from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 
@@ -451,19 +447,7 @@ def cannot_run(standin: bool) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mode", choices=list(ENGINES), default="single")
-    parser.add_argument(
-        "--recipe", default="delayed", help=f"of {', '.join(RECIPES)}; several with commas"
-    )
-    parser.add_argument("--size", choices=list(SIZES))
-    parser.add_argument(
-        "--standin", action="store_true", help="rehearse on a CPU over the tests' stand-in"
-    )
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, mode=tuple(ENGINES), recipe="delayed", size=str, standin=False)
     if reason := cannot_run(arguments.standin):
         print(f"parity with TransformerEngine cannot be tried: {reason}", file=sys.stderr)
         return 2
@@ -483,9 +467,7 @@ def main() -> int:
     return 0 if all(result["equal"] for result in results) else 1
 
 
-def report(results: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    from measuring import write_json
-
+def report(results: list[dict[str, Any]], arguments: Namespace) -> None:
     for result in results:
         before, after = result["before"], result["after"]
         figures = ", ".join(f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in after)
@@ -499,7 +481,7 @@ def report(results: list[dict[str, Any]], arguments: argparse.Namespace) -> None
             print(f"    {each}")
     kernels = "the tests' stand-in on a CPU" if arguments.standin else "TransformerEngine's"
     question = "parity with TransformerEngine by hand"
-    write_json(arguments.json, {"question": question, "kernels": kernels, "results": results})
+    write_json(arguments, question, kernels=kernels, results=results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run the benchmarks of TransformerEngine over the stand-in: they find parity, and detect
+"""Run the GPU's checks of TransformerEngine over the stand-in: they find parity, and detect
 faults."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ print("all was seen")
 
 @pytest.mark.nightly
 def test_parity_and_golden_tensors_pass_and_detect_faults(te_site, tmp_path):
-    folders = [ROOT / "benchmarks" / "te", ROOT / "benchmarks" / "gpu", ROOT]
+    folders = [ROOT / "tests" / "te", ROOT / "benchmarks", ROOT]
     environment = os.environ | {"TE_SITE": str(te_site), "OUT": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, folders))
     done = warm_process.run("-c", IN_ONE_PROCESS, env=environment)

@@ -1,13 +1,13 @@
 """Compare FP8 on this GPU with the CPU's numbers: every kind of product, and a training step of
 each backend.
 
-Prints a line a check and exits with 1 if any failed. `--device cpu` rehearses the same checks
-without a GPU.
+Prints a line a check and exits with 1 if any failed. `--compile` checks only the compiled forms,
+`--features` trainings with other fields, and `--quick` few kernels, those of most trainings.
+`--device cpu` rehearses the same checks without a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import itertools
@@ -21,8 +21,9 @@ import torch
 import torch._inductor.config
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from measuring import machine  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from measuring import options, write_json  # noqa: E402
+from training import Prepared, build  # noqa: E402
 
 import fp8_backends  # noqa: E402
 from fp8_backends.compute.products import engine_for  # noqa: F401
@@ -231,37 +232,16 @@ def on_cpu(backend: str) -> str:
 
 def training(name: str, device: str, label: str, compiled: bool, **fields) -> None:
     """Losses of a small Llama over six steps through Accelerate, on the device and on the CPU."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from training import build
-
     losses, backend = {}, label.split(",")[0]
-    initial = build("tiny", 64, "cpu").state_dict()
+    tokens = torch.randint(256, (8, 64), generator=torch.Generator().manual_seed(0))
     for where in ("cpu", device):
-        torch._dynamo.reset()
-        AcceleratorState._reset_state(True)
         there = on_cpu(backend) if where == "cpu" else backend
-        handler = fp8_backends.FP8RecipeKwargs(backend=there, **fields)
-        accelerator = Accelerator(
-            mixed_precision="fp8", cpu=where == "cpu", kwargs_handlers=[handler]
-        )
-        model = build("tiny", 64, "cpu")
-        model.load_state_dict(initial)
-        model, optimizer = accelerator.prepare(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-        )
-        run = torch.compile(model) if compiled and where == device else model
-        batch = torch.randint(256, (8, 64), generator=torch.Generator().manual_seed(0)).to(
-            accelerator.device
-        )
-        losses[where] = []
-        for _ in range(6):
-            loss = run(input_ids=batch, labels=batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[where].append(round(loss.item(), 5))
-        share = fp8_backends.audit(model, optimizer).flops_share
+        prepared = Prepared(there, lambda: build("tiny", 64, "cpu"), 1e-3, on=where, **fields)
+        if compiled and where == device:
+            prepared.model.compile()
+        steps = (prepared.step(input_ids=tokens, labels=tokens) for _ in range(6))
+        losses[where] = [round(loss.item(), 5) for loss in steps]
+    share = fp8_backends.audit(prepared.model, prepared.optimizer).flops_share
     gap = max(abs(a - b) for a, b in zip(losses["cpu"], losses[device], strict=True))
     falls = losses[device][-1] < losses[device][0]
     # a shared batch and shared weights: only accumulation order and bf16 kernels differ, and six
@@ -276,24 +256,15 @@ def training(name: str, device: str, label: str, compiled: bool, **fields) -> No
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--backends",
-        default="native:dynamic,native:delayed,native:rowwise,native:blockwise,native:mxfp8,"
+    arguments = options(
+        __doc__,
+        device="cuda",
+        backends="native:dynamic,native:delayed,native:rowwise,native:blockwise,native:mxfp8,"
         "ao:tensorwise,ao:rowwise,msamp:O1,msamp:O2,msamp:O3",
+        compile=False,
+        features=False,
+        quick=False,
     )
-    parser.add_argument("--compile", action="store_true", help="only the compiled forms")
-    parser.add_argument(
-        "--features", action="store_true", help="trainings with other fields, and nothing else"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="few kernels: those that most trainings use"
-    )
-    parser.add_argument("--out", help="folder for check.json")
-    arguments = parser.parse_args()
     torch.manual_seed(0)
     device = arguments.device
     engine = engine_for(torch.device(device), torch.bfloat16)
@@ -324,11 +295,7 @@ def main() -> int:
             print(f"not run: training {label}: {available.reason}")
     failed = [r["check"] for r in RESULTS if not r["passed"]]
     print(f"{len(RESULTS) - len(failed)} passed, {len(failed)} failed")
-    if arguments.out:
-        record = {"machine": machine(), "device": device, "mode": mode, "checks": RESULTS}
-        Path(arguments.out).mkdir(parents=True, exist_ok=True)
-        name = f"check_{'features_' if arguments.features else ''}{mode}.json"
-        (Path(arguments.out) / name).write_text(json.dumps(record, indent=1) + "\n")
+    write_json(arguments, "numbers of a GPU against a CPU's", mode=mode, checks=RESULTS)
     return 1 if failed else 0
 
 

@@ -1,8 +1,8 @@
 """Record golden tensors of TransformerEngine, the results of its kernels on small inputs, and
 compare them with `native`.
 
-    python benchmarks/gpu/golden.py --out DIR          on a GPU: records DIR/te_golden.safetensors, then compares
-    python benchmarks/gpu/golden.py --compare FILE     anywhere, without TransformerEngine: compares only
+    python tests/te/golden.py --out DIR          on a GPU: records DIR/te_golden.safetensors, then compares
+    python tests/te/golden.py --compare FILE     anywhere, without TransformerEngine: compares only
 
 One `te.Linear` without bias, five steps: ordinary values, a hundred times as large, all zero, an
 inf, ordinary again. Recorded for each recipe and step: input, weight and output gradient; their FP8
@@ -14,7 +14,6 @@ products are compared with exact products of the recorded codes. Exits with 1 at
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -23,8 +22,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "te"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(Path(__file__).parent), str(ROOT)]
 
+from measuring import machine, options  # noqa: E402
 from parity import cannot_run  # noqa: E402
 
 from fp8_backends.formats import scaling  # noqa: E402
@@ -258,24 +258,14 @@ def recorded_values(
 def main() -> int:
     from safetensors.torch import load_file, save_file
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--compare", type=Path, help="a recorded file")
-    parser.add_argument(
-        "--standin", action="store_true", help="rehearse on a CPU over the tests' stand-in"
-    )
-    arguments = parser.parse_args()
-    path = arguments.compare or arguments.out / "te_golden.safetensors"
+    arguments = options(__doc__, out=".", compare=str, standin=False)
+    path = Path(arguments.compare or f"{arguments.out}/te_golden.safetensors")
     if arguments.compare is None:
         if reason := cannot_run(arguments.standin):
             print(f"golden tensors cannot be recorded: {reason}", file=sys.stderr)
             return 2
-        from measuring import machine
-
         found = record("cpu" if arguments.standin else "cuda")
-        arguments.out.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         kernels = "the tests' stand-in on a CPU" if arguments.standin else "TransformerEngine's"
         save_file(found, path, {"machine": json.dumps(machine()), "kernels": kernels})
         assert path.stat().st_size <= LARGEST_FILE, (
