@@ -282,7 +282,12 @@ def freeze_codes(model: nn.Module) -> list[str]:
             raw float8 with scales; nothing has changed then.
     """
     check_is_module(model)
-    layers = [entry for entry in quantized_layers(model) if _keeps_codes(*entry[1:])]
+    return freeze_layers(model, _keeps_codes)
+
+
+def freeze_layers(model: nn.Module, keeps: Callable[[nn.Module, Kind], bool]) -> list[str]:
+    """Do as `freeze_codes` with the layers that `keeps` chooses, and raw float8."""
+    layers = [entry for entry in quantized_layers(model) if keeps(*entry[1:])]
     dtype = _plain_dtype(model, layers)
     raw = raw_layers(model)
     for name, layer in raw:
@@ -290,6 +295,7 @@ def freeze_codes(model: nn.Module) -> list[str]:
 
     def codes(layer: nn.Module, kind: Kind, part: str) -> torch.Tensor:
         weight, scales = _codes_and_scales(layer, kind, part)
+        layer._parameters[part].requires_grad_(False)
         return BlockCodes((weight, scales.float().contiguous()), dtype)
 
     _replace_codes(layers, codes, lambda packed: nn.Parameter(packed, False), dtype)
@@ -466,8 +472,6 @@ def _replace_codes(
             weight = layer._parameters[part]
             if weight.dtype == E4M3.dtype:  # else tied to an earlier layer
                 swap(weight, new_weight(layer, kind, part), f"{name}.{part}")
-            if isinstance(weight, BlockCodes):
-                weight.requires_grad_(False)
         _make_plain(layer, kind)
 
 
@@ -496,6 +500,14 @@ def _keeps_codes(layer: nn.Module, kind: Kind) -> bool:
     return is_whole and not has_own_product and _block(layer, kind, part) == SQUARES[:2]
 
 
+def keeps_unasked(layer: nn.Module, kind: Kind) -> bool:
+    """Return True for codes that `prepare` keeps. transformers multiplies those of experts with
+    kernels of its own on GPUs, faster than one expert after the other."""
+    if kind is EXPERTS and any(p.device.type != "cpu" for p in layer.parameters()):
+        return False
+    return _keeps_codes(layer, kind)
+
+
 def _parts(layer: nn.Module, kind: Kind) -> tuple[str, ...]:
     """Name the weights of a layer."""
     if kind is not EXPERTS:
@@ -507,7 +519,9 @@ def _parts(layer: nn.Module, kind: Kind) -> tuple[str, ...]:
 
 def _scale_of(kind: Kind, part: str) -> str:
     """Name the scales of a weight."""
-    return f"{part}{kind.scale}" if kind is EXPERTS else kind.scale
+    if kind is EXPERTS:
+        return part + kind.scale
+    return kind.scale
 
 
 def _plain_dtype(model: nn.Module, layers: list[tuple[str, nn.Module, Kind]]) -> torch.dtype:

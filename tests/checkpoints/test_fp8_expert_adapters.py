@@ -302,9 +302,14 @@ def test_damaged_and_missing_scales_are_refused_by_name(function):
         assert type(model.model.layers[0].mlp.experts).__name__ == "FP8Experts"
 
 
-def test_experts_of_several_ranks_stay_with_transformers():
-    """Each rank holds some of the experts only."""
+def test_experts_of_gpus_and_of_several_ranks_stay_with_transformers():
+    """It has kernels for GPUs; each rank holds some of the experts only."""
     model, _ = loaded("mixtral")
+    ours, theirs = (layer.mlp.experts for layer in copy.deepcopy(model).model.layers)
+    mixed = nn.ModuleDict({"ours": ours, "experts": theirs.to("meta"), "up": nn.Linear(32, 32)})
+    fp8_backends.prepare(mixed.requires_grad_(False), None, BLOCKWISE)
+    assert type(theirs).__name__ == "FP8Experts" and type(ours).__name__ == "FrozenExperts"
+    assert {name.split(".")[0] for name in fp8_backends.audit(mixed).products} == {"ours", "up"}
     for layer in model.model.layers:
         layer.mlp.experts._is_expert_parallel = True
     assert not any("experts" in name for name in checkpoints.freeze_codes(model))

@@ -24,7 +24,7 @@ from ...tensors.sharded_tensor import full_shape, is_distributed
 from ...torch_tools.modules import CONTAINER, forward_obstacle, part_layer
 from ..counts import result_dtype
 from ..interface import Recipe
-from ..native.weights import kind_of
+from ..native.weights import PLAIN, kind_of
 
 IMPLEMENTATION = "fp8_backends"
 """This package's name in transformers' registry."""
@@ -206,7 +206,7 @@ def misfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
         return f"weight dtype {weight.dtype} is not one of fp32, bf16, fp16"
     if 0 in full_shape(weight):
         return "experts of size zero have no product"
-    if recipe.fp8_params and not isinstance(weight, BlockCodes):
+    if recipe.fp8_params and kind_of(weight) is PLAIN:
         return "fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"
     return None
 
