@@ -83,9 +83,9 @@ class CodeLayout(NamedTuple):
     def unfit(self, parts: tuple[torch.Tensor, ...], shape: tuple[int, ...]) -> str | None:
         """Return the reason why these parts hold no weight of this shape, or None."""
         codes, *scales = parts
-        *experts, rows, columns = shape
+        *number, rows, columns = shape
         sides = self.blocks[:2] if self.blocks else (rows, columns)
-        grid = torch.Size((*experts, -(-rows // sides[0]), -(-columns // sides[1])))
+        grid = torch.Size((*number, -(-rows // sides[0]), -(-columns // sides[1])))
         alone = scales[1:] if self.blocks else scales
         fits = self.shape(codes) == torch.Size(shape) and (
             scales[0].shape == grid or alone == scales
