@@ -566,8 +566,9 @@ def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
 def _refuse_weight(name: str, layer: nn.Module, kind: Kind, part: str) -> None:
     parameters = layer._parameters
     weight, scales = parameters.get(part), parameters.get(_scale_of(kind, part))
+    full_name = f"{name}.{part}"
     if kind is EXPERTS:
-        name = f"{name}.{part}"
+        name = full_name
     if weight is None or scales is None or weight.dtype != E4M3.dtype or weight.dim() < 2:
         what = "its weight is no matrix of E4M3 codes with scales"
         if kind is COMPRESSED and weight is not None and weight.dtype.itemsize > 1:
@@ -582,7 +583,7 @@ def _refuse_weight(name: str, layer: nn.Module, kind: Kind, part: str) -> None:
     layout = e4m3_layout(parts[1], _block(layer, kind, part))
     if why := _unfit(layout, parts, tuple(weight.shape)):
         raise FP8BackendError(f"{name}, {kind.title}: {why}; {LOAD_PLAIN}")
-    refuse_if_held(weight, f"{name}.weight")
+    refuse_if_held(weight, full_name)
 
 
 def _unfit(layout: CodeLayout, parts: tuple[torch.Tensor, ...], shape: tuple[int, ...]) -> str:
