@@ -18,7 +18,7 @@ def find_part(module: nn.Module, part: str) -> tuple[str, tuple[int, int], str |
     """Return (kind, (in, out), obstacle) of the Parameter `part`, if it can hold the weights of
     all experts."""
     shape = full_shape(module._parameters[part])
-    if len(shape) != 3:
+    if len(shape) != 3 or part.endswith("_scale_inv"):
         return None
     out_features, in_features = (
         reversed(shape[1:]) if getattr(module, "is_transposed", False) else shape[1:]

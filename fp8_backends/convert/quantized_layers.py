@@ -1,6 +1,7 @@
 """Handle layers of a checkpoint in 8 or 4 bits: codes and scales that another library multiplies
 and freezes."""
 
+import itertools
 import json
 import os
 import sys
@@ -26,7 +27,13 @@ from ..tensors.block_codes import (
 )
 from ..tensors.parameter_swap import refuse_if_held, swap
 from ..tensors.sharded_tensor import is_distributed, local_part
-from ..torch_tools.modules import CONVERSION, check_is_module, forward_obstacle, plain_name
+from ..torch_tools.modules import (
+    CONVERSION,
+    check_is_module,
+    forward_obstacle,
+    part_layer,
+    plain_name,
+)
 from ..words import listed, shown
 
 CODES_NEVER_TRAIN = Refusal(
@@ -79,7 +86,20 @@ ROWWISE_LINEAR = Kind(
     "weight_scale",
     ("has_bias",),
 )
-NOT_LINEAR = Kind("FP8Experts of transformers", FP8_LINEAR.library, "FP8Experts", "", ())
+EXPERTS = Kind(
+    "FP8Experts of transformers",
+    FP8_LINEAR.library,
+    "FP8Experts",
+    "_scale_inv",
+    (
+        "gate_up_proj_activation_scale",
+        "down_proj_activation_scale",
+        "block_size",
+        "activation_scheme",
+        "_hf_quantized_needs_local_tp",
+    ),
+)
+"""Each 3-D weight has scales by its own name: `scale` is the end of it."""
 WITHOUT_BACKWARD = {
     "Mxfp4GptOssExperts": "from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True))",
     "NVFP4Linear": "a checkpoint of compressed-tensors",
@@ -97,7 +117,7 @@ COMPRESSED = Kind(
 def kind_of(module: nn.Module) -> Kind | None:
     if "quantization_scheme" in module.__dict__ and isinstance(module, nn.Linear):
         return COMPRESSED
-    for kind in (FP8_LINEAR, ROWWISE_LINEAR, NOT_LINEAR):
+    for kind in (FP8_LINEAR, ROWWISE_LINEAR, EXPERTS):
         if isinstance(module, getattr(sys.modules.get(kind.library), kind.class_name, ())):
             return kind
     return None
@@ -157,11 +177,12 @@ def check(model: nn.Module, recipe: Recipe, compute: Compute) -> None:
                 "gradients, so layers before it would not train: load "
                 f"{WITHOUT_BACKWARD[cls.__name__]}"
             )
-        if "parameter_name" in vars(module) and NOT_LINEAR in map(kind_of, module.modules()):
+        if "parameter_name" in vars(module) and EXPERTS in map(kind_of, module.modules()):
             raise RecipeError(
                 f"{plain_name(name)}: PEFT's target_parameters adds to the codes of FP8 experts, "
-                "and rounds the sum to float8, without their scales: adapt other layers, such as "
-                f"attention, and these experts stay frozen; or {LOAD_PLAIN}"
+                "and rounds the sum to float8, without their scales: call "
+                "fp8_backends.checkpoints.freeze_codes(model) before PEFT, which then adds to "
+                f"their values; or {LOAD_PLAIN}"
             )
     if names := training_codes(model):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -193,8 +214,8 @@ def check(model: nn.Module, recipe: Recipe, compute: Compute) -> None:
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
-    """Make the layers of a checkpoint in 8 or 4 bits plain, in place: transformers' `FP8Linear`,
-    FP8, NVFP4 and MXFP4 layers loaded by compressed-tensors, and layers with codes of
+    """Make the layers of a checkpoint in 8 or 4 bits plain, in place: transformers' `FP8Linear` and
+    `FP8Experts`, FP8, NVFP4 and MXFP4 layers loaded by compressed-tensors, and layers with codes of
     `freeze_codes` or `load_codes`. Modules, and Parameters except packed ones, stay the same
     objects.
 
@@ -211,7 +232,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
         The names of the layers made plain.
 
     Raises:
-        FP8BackendError: a layer is of another format (experts, integers), or sharded, `model` is no
+        FP8BackendError: a layer is of another format (such as integers), or sharded, `model` is no
             module, or `dtype` no dtype; nothing has changed then.
     """
     check_is_module(model)
@@ -220,39 +241,38 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
     layers = list(quantized_layers(model))
     unprepared = ((name, m) for name, m in model.named_modules() if CONVERSION not in m.__dict__)
     frozen = [
-        (name, m)
+        (name, f"{name}.{part}", parameter)
         for name, m in unprepared
-        if isinstance(local_part(m._parameters.get("weight")), BlockCodes)
+        for part, parameter in m._parameters.items()
+        if isinstance(local_part(parameter), BlockCodes) and part_layer(m, part) is None
     ]
-    for name, layer in frozen:
-        if is_distributed(layer.weight):
+    for name, full_name, parameter in frozen:
+        if is_distributed(parameter):
             raise FP8BackendError(f"{name}: its codes are sharded: dequantize before fully_shard")
-        refuse_if_held(layer.weight, f"{name}.weight")
+        refuse_if_held(parameter, full_name)
     own_dtype, dtype = dtype, dtype or _plain_dtype(model, layers)
 
-    def values(layer: nn.Linear, kind: Kind) -> torch.Tensor:
-        parts = _codes_and_scales(layer, kind)
-        return e4m3_layout(parts[1], _block(layer, kind)).values(parts, dtype)
+    def values(layer: nn.Module, kind: Kind, part: str) -> torch.Tensor:
+        parts = _codes_and_scales(layer, kind, part)
+        return e4m3_layout(parts[1], _block(layer, kind, part)).values(parts, dtype)
 
     trains = any(parameter.requires_grad for parameter in model.parameters())
     _replace_codes(layers, values, lambda packed: nn.Parameter(packed.exact(), trains), dtype)
-    for name, layer in frozen:
-        if isinstance(layer.weight, BlockCodes):  # else tied to an earlier layer
-            swap(
-                layer.weight,
-                layer.weight.exact().to(own_dtype or layer.weight.dtype),
-                f"{name}.weight",
-            )
+    for _, full_name, parameter in frozen:
+        if isinstance(parameter, BlockCodes):  # else tied to an earlier layer
+            swap(parameter, parameter.exact().to(own_dtype or parameter.dtype), full_name)
     _forget(model)
-    return [*(name for name, _, _ in layers), *(plain_name(name) for name, _ in frozen)]
+    names = (name for name, _, _ in layers), (plain_name(name) for name, _, _ in frozen)
+    return list(dict.fromkeys(itertools.chain(*names)))
 
 
 def freeze_codes(model: nn.Module) -> list[str]:
     """Keep the codes of a checkpoint's layers, frozen and to the bit, in place: NVFP4 and MXFP4
-    loaded by compressed-tensors, FP8 with scales for 128 x 128 values, and raw float8. The layers
-    become plain Linears, for PEFT to wrap and for `prepare` to multiply: 4 bits and raw float8 by
-    every recipe of `native` at level O0, scaled FP8 by native:blockwise with fp8_params=True. Call
-    it before PEFT. The model forgets its quantization: trainers accept it.
+    loaded by compressed-tensors, FP8 with scales for 128 x 128 values (of experts, too), and raw
+    float8. The layers become plain Linears, and experts those of bf16 models, for PEFT to wrap and
+    for `prepare` to multiply: 4 bits and raw float8 by every recipe of `native` at level O0, scaled
+    FP8 by native:blockwise with fp8_params=True. Call it before PEFT. The model forgets its
+    quantization: trainers accept it.
 
     Returns:
         The names of these layers. All others stay unchanged.
@@ -262,15 +282,21 @@ def freeze_codes(model: nn.Module) -> list[str]:
             raw float8 with scales; nothing has changed then.
     """
     check_is_module(model)
-    layers = [entry for entry in quantized_layers(model) if _keeps_codes(*entry[1:])]
+    return freeze_layers(model, _keeps_codes)
+
+
+def freeze_layers(model: nn.Module, keeps: Callable[[nn.Module, Kind], bool]) -> list[str]:
+    """Do as `freeze_codes` with the layers that `keeps` chooses, and raw float8."""
+    layers = [entry for entry in quantized_layers(model) if keeps(*entry[1:])]
     dtype = _plain_dtype(model, layers)
     raw = raw_layers(model)
     for name, layer in raw:
         refuse_if_held(layer.weight, f"{name}.weight")
 
-    def codes(layer: nn.Linear, kind: Kind) -> torch.Tensor:
-        scales = layer._parameters[kind.scale].detach().float().contiguous()
-        return BlockCodes((layer.weight.detach(), scales), dtype)
+    def codes(layer: nn.Module, kind: Kind, part: str) -> torch.Tensor:
+        weight, scales = _codes_and_scales(layer, kind, part)
+        layer._parameters[part].requires_grad_(False)
+        return BlockCodes((weight, scales.float().contiguous()), dtype)
 
     _replace_codes(layers, codes, lambda packed: nn.Parameter(packed, False), dtype)
     for name, layer in raw:
@@ -429,7 +455,7 @@ def mapped(file: Path, names: Iterable[str] | None = None) -> dict[str, torch.Te
 
 def _replace_codes(
     layers: list[tuple[str, nn.Module, Kind]],
-    new_weight: Callable[[nn.Linear, Kind], torch.Tensor],
+    new_weight: Callable[[nn.Module, Kind, str], torch.Tensor],
     new_parameter: Callable[[BlockCodes], nn.Parameter],
     dtype: torch.dtype,
 ) -> None:
@@ -442,10 +468,10 @@ def _replace_codes(
             packed = BlockCodes.of(layer._parameters, dtype, layout_of(layer._parameters))
             del layer._parameters["weight_packed"]
             layer.__dict__["_parameters"] = {"weight": new_parameter(packed), **layer._parameters}
-        elif layer.weight.dtype == E4M3.dtype:  # else tied to an earlier layer
-            swap(layer.weight, new_weight(layer, kind), f"{name}.weight")
-            if isinstance(layer.weight, BlockCodes):
-                layer.weight.requires_grad_(False)
+        for part in _parts(layer, kind):
+            weight = layer._parameters[part]
+            if weight.dtype == E4M3.dtype:  # else tied to an earlier layer
+                swap(weight, new_weight(layer, kind, part), f"{name}.{part}")
         _make_plain(layer, kind)
 
 
@@ -462,11 +488,40 @@ def _forget(model: nn.Module) -> None:
 
 def _keeps_codes(layer: nn.Module, kind: Kind) -> bool:
     """Return True for packed codes, and for FP8 in square blocks."""
-    weight, scales = layer._parameters.get("weight"), layer._parameters.get(kind.scale)
-    if weight is None or scales is None or weight.dtype != E4M3.dtype or scales.dim() != 2:
+    part = _parts(layer, kind)[0]
+    weight, scales = layer._parameters.get(part), layer._parameters.get(kind.scale)
+    if weight is None or weight.dtype != E4M3.dtype:
         return "weight_packed" in layer._parameters
-    is_linear = kind.class_name in ("", type(layer).__name__)  # a subclass has its own product
-    return is_linear and _block(layer, kind) == (SQUARES.rows, SQUARES.columns)
+    if kind is EXPERTS:  # missing scales are named later
+        is_whole = not vars(layer).get("_is_expert_parallel")
+    else:
+        is_whole = scales is not None and scales.dim() == 2
+    has_own_product = kind.class_name not in ("", type(layer).__name__)  # a subclass
+    return is_whole and not has_own_product and _block(layer, kind, part) == SQUARES[:2]
+
+
+def keeps_unasked(layer: nn.Module, kind: Kind) -> bool:
+    """Return True for codes that `prepare` keeps. transformers multiplies those of experts with
+    kernels of its own on GPUs, faster than one expert after the other."""
+    if kind is EXPERTS and any(p.device.type != "cpu" for p in layer.parameters()):
+        return False
+    return _keeps_codes(layer, kind)
+
+
+def _parts(layer: nn.Module, kind: Kind) -> tuple[str, ...]:
+    """Name the weights of a layer."""
+    if kind is not EXPERTS:
+        return ("weight",)
+    from ..compute.experts import first_weight
+
+    return first_weight(layer), "down_proj"
+
+
+def _scale_of(kind: Kind, part: str) -> str:
+    """Name the scales of a weight."""
+    if kind is EXPERTS:
+        return part + kind.scale
+    return kind.scale
 
 
 def _plain_dtype(model: nn.Module, layers: list[tuple[str, nn.Module, Kind]]) -> torch.dtype:
@@ -504,21 +559,31 @@ def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
         if why:
             raise FP8BackendError(f"{name}, {kind.title}: {why}; {LOAD_PLAIN}")
         return
-    weight, scales = parameters.get("weight"), parameters.get(kind.scale)
-    if weight is None or scales is None or weight.dtype != E4M3.dtype or weight.dim() != 2:
-        what = "its weight is no matrix of E4M3 codes"
+    for part in _parts(layer, kind):
+        _refuse_weight(name, layer, kind, part)
+
+
+def _refuse_weight(name: str, layer: nn.Module, kind: Kind, part: str) -> None:
+    parameters = layer._parameters
+    weight, scales = parameters.get(part), parameters.get(_scale_of(kind, part))
+    full_name = f"{name}.{part}"
+    if kind is EXPERTS:
+        name = full_name
+    if weight is None or scales is None or weight.dtype != E4M3.dtype or weight.dim() < 2:
+        what = "its weight is no matrix of E4M3 codes with scales"
         if kind is COMPRESSED and weight is not None and weight.dtype.itemsize > 1:
             what = "compressed-tensors has decompressed it in a forward, and frozen it"
         raise FP8BackendError(f"{name}, {kind.title}: {what}; {LOAD_PLAIN}")
-    if is_distributed(weight) or weight.is_meta:
+    is_cut = is_distributed(weight) or vars(layer).get("_is_expert_parallel")
+    if is_cut or weight.is_meta:
         raise FP8BackendError(
             f"{name}: its codes are sharded, or not loaded yet: dequantize whole, loaded layers"
         )
-    parts = _codes_and_scales(layer, kind)
-    layout = e4m3_layout(parts[1], _block(layer, kind))
+    parts = _codes_and_scales(layer, kind, part)
+    layout = e4m3_layout(parts[1], _block(layer, kind, part))
     if why := _unfit(layout, parts, tuple(weight.shape)):
         raise FP8BackendError(f"{name}, {kind.title}: {why}; {LOAD_PLAIN}")
-    refuse_if_held(weight, f"{name}.weight")
+    refuse_if_held(weight, full_name)
 
 
 def _unfit(layout: CodeLayout, parts: tuple[torch.Tensor, ...], shape: tuple[int, ...]) -> str:
@@ -531,31 +596,38 @@ def _unfit(layout: CodeLayout, parts: tuple[torch.Tensor, ...], shape: tuple[int
     return "its scales are damaged: not all are finite"
 
 
-def _codes_and_scales(layer: nn.Linear, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = layer._parameters[kind.scale].detach()
-    return layer.weight.detach(), scales.t() if kind is ROWWISE_LINEAR else scales
+def _codes_and_scales(layer: nn.Module, kind: Kind, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = layer._parameters[_scale_of(kind, part)].detach()
+    codes = layer._parameters[part].detach()
+    return codes, scales.t() if kind is ROWWISE_LINEAR else scales
 
 
-def _block(layer: nn.Linear, kind: Kind) -> tuple[int, int]:
+def _block(layer: nn.Module, kind: Kind, part: str) -> tuple[int, int]:
     """Return the rows and columns of a layer's weight under one scale, if it has several."""
-    rows, columns = layer.weight.shape
+    rows, columns = layer._parameters[part].shape[-2:]
     if kind is COMPRESSED:
         return tuple(layer.quantization_scheme.weights.block_structure or (1, columns))
     return (1, columns) if kind is ROWWISE_LINEAR else tuple(layer.block_size or (rows, columns))
 
 
-def _make_plain(layer: nn.Linear, kind: Kind) -> None:
+def _make_plain(layer: nn.Module, kind: Kind) -> None:
     if kind is COMPRESSED:
         from compressed_tensors.quantization import QuantizationMetadata
 
         QuantizationMetadata.clear_quantization(layer)
         layer.__dict__.pop("forward", None)  # the class's own, bound to the layer
-    for name in (kind.scale, *kind.added):
+    scales = [_scale_of(kind, part) for part in _parts(layer, kind)]
+    for name in (*scales, *kind.added):
         layer._parameters.pop(name, None)
         layer.__dict__.pop(name, None)
     # a subclass multiplies plain weights in its own way
-    if type(layer).__name__ == kind.class_name:
-        layer.__class__ = nn.Linear
+    if type(layer).__name__ != kind.class_name:
+        return
+    layer.__class__ = nn.Linear
+    if kind is EXPERTS:
+        from ..compute.experts.frozen_experts import FrozenExperts
+
+        layer.__class__ = FrozenExperts
 
 
 def save_plain(model: nn.Module) -> None:

@@ -167,7 +167,10 @@ class Blocks(NamedTuple):
 
     def dequantize(self, q: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """Return the values: bf16, fp16 or fp32, [rows, columns], rounded once. With powers of two
-        as scales, normal numbers of the dtype are exact."""
+        as scales, normal numbers of the dtype are exact. Experts are [experts, rows, columns]."""
+        if q.codes.dim() == 3:  # one by one: FP32 takes four times the codes
+            matrices = zip(*q, strict=True)
+            return torch.stack([self.dequantize(Quantized(*matrix), dtype) for matrix in matrices])
         scale_inv = e8m0_values(q.scale_inv) if q.scale_inv.dtype == torch.uint8 else q.scale_inv
         values = self.tiles(q.codes.float()) * scale_inv.unsqueeze(1).unsqueeze(3)
         return self._matrix(values.to(dtype), q.codes.shape)

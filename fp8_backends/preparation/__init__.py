@@ -100,7 +100,7 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
     preconditions.check_model(model, recipe)
     has_codes = may_hold_codes(model)
     if has_codes and compute_of(recipe).takes_block_codes(recipe, SQUARE_CODES):
-        quantized_layers.freeze_codes(model)
+        quantized_layers.freeze_layers(model, quantized_layers.keeps_unasked)
     prepared = conversion.convert(model, recipe)
     if has_codes:
         quantized_layers.save_plain(model)

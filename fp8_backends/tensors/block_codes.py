@@ -1,5 +1,5 @@
-"""`BlockCodes`: a frozen matrix of a checkpoint, codes with scales of blocks, as one
-`torch.Tensor`.
+"""`BlockCodes`: a frozen matrix of a checkpoint, or those of experts in squares, codes with scales
+of blocks, as one `torch.Tensor`.
 
     value = code * scale_inv                                E4M3: 128 x 128 values under an FP32 scale, or all of them
     value = code * (scale_inv / or * tensor_scale)          NVFP4: E2M1, 16 values of a row under an E4M3 scale
@@ -33,7 +33,9 @@ CODE_PARTS = ("codes", "scale_inv", "tensor_scale")
 _STORED = (*CODE_PARTS, "code_layout", "state_dict_copies")
 REFUSAL = (
     "would change the frozen codes of a checkpoint in place: fp8_backends.restore(model) makes "
-    "weights plain, to merge adapters or to train them, and `weight + 0` is a plain copy"
+    "weights plain, to merge adapters or to train them, "
+    "fp8_backends.checkpoints.dequantize(model) also those of adapted experts, and `weight + 0` "
+    "is a plain copy"
 )
 
 
@@ -61,8 +63,10 @@ class CodeLayout(NamedTuple):
         """Dequantize, with the roundings of compressed-tensors and ModelOpt: the scale and the
         product in FP32."""
         codes, scales, *tensor_scale = parts
-        numbers = nvfp4.unpacked(codes) if self.is_packed else codes.float()
         scales = e8m0_values(scales) if scales.dtype == torch.uint8 else scales.float()
+        if self.blocks is not None and not self.is_packed:
+            return self.blocks.dequantize(Quantized(codes, scales), dtype)
+        numbers = nvfp4.unpacked(codes) if self.is_packed else codes.float()
         if tensor_scale:
             scales = (
                 scales * tensor_scale[0] if self is MODELOPT_NVFP4 else scales / tensor_scale[0]
@@ -74,25 +78,22 @@ class CodeLayout(NamedTuple):
                 .flatten(1)
                 .to(dtype)
             )
-        if self.blocks is None:
-            return (numbers * scales).to(dtype)
-        return self.blocks.dequantize(Quantized(numbers, scales), dtype)
+        return (numbers * scales).to(dtype)
 
     def unfit(self, parts: tuple[torch.Tensor, ...], shape: tuple[int, ...]) -> str | None:
         """Return the reason why these parts hold no weight of this shape, or None."""
         codes, *scales = parts
-        sides = self.blocks[:2] if self.blocks else shape
-        grid = torch.Size(-(-size // side) for size, side in zip(shape, sides, strict=False))
+        *number, rows, columns = shape
+        sides = self.blocks[:2] if self.blocks else (rows, columns)
+        grid = torch.Size((*number, -(-rows // sides[0]), -(-columns // sides[1])))
         alone = scales[1:] if self.blocks else scales
-        fits = (
-            codes.dim() == 2
-            and self.shape(codes) == torch.Size(shape)
-            and (scales[0].shape == grid or alone == scales)
+        fits = self.shape(codes) == torch.Size(shape) and (
+            scales[0].shape == grid or alone == scales
         )
         if (
             fits
             and all(scale.numel() == 1 for scale in alone)
-            and not (self.is_packed and shape[1] % sides[1])
+            and not (self.is_packed and columns % sides[1])
         ):
             return None
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
@@ -165,8 +166,9 @@ def is_decoded(weight: torch.Tensor) -> bool:
 
 def dequantize_bias(layer: torch.nn.Linear) -> None:
     """Store a raw float8 bias in bf16, which has its values: PyTorch adds no float8."""
-    if layer.bias is not None and layer.bias.dtype in RAW_CODES:
-        layer.bias.data = layer.bias.data.to(torch.bfloat16)
+    bias = layer._parameters.get("bias")
+    if bias is not None and bias.dtype in RAW_CODES:
+        bias.data = bias.data.to(torch.bfloat16)
 
 
 class Frozen(WithoutMemory):
@@ -372,6 +374,7 @@ def _copy_(func, target, source, non_blocking=False):
         values = _plain(source).to(target.device).expand(target.shape)
         # the first: a shard's rows may be some of a block's
         encodes = type(target) is BlockCodes and target.code_layout is SQUARE_CODES
+        encodes = encodes and target.dim() == 2
         source = _encoded(values, target) if encodes else _own(values, target)
     target.state_dict_copies.accept()
     for part, new in zip(target.parts, source.parts, strict=True):

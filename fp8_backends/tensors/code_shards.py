@@ -1,8 +1,9 @@
-"""`CodeShard`: a rank's rows of frozen codes under FSDP2, which gathers them as bytes.
+"""`CodeShard`: a rank's rows, or experts, of frozen codes under FSDP2, which gathers them as bytes.
 
 FSDP2 cuts a matrix by rows, wherever its number of ranks says. Codes, and scales of blocks within
 a row, are cut along. Scales of 128 x 128 values, and the one of a tensor, stay whole on every
-rank, so no border cuts a block: they take 1/4096 of the codes' bytes, and never travel.
+rank, so no border cuts a block: they take 1/4096 of the codes' bytes, and never travel. Experts
+are cut with their scales, each whole.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class CodeShard(BlockCodes):
     """
 
     def decoded(self) -> torch.Tensor:
-        if self.code_layout is not SQUARE_CODES:
+        if self.code_layout is not SQUARE_CODES or self.dim() == 3:
             return super().decoded()
         rows = self.place[0] + torch.arange(len(self), device=self.device)
         by_row = Quantized(self.codes, self.scale_inv[rows // SQUARES.rows])
@@ -35,7 +36,8 @@ class CodeShard(BlockCodes):
     @property
     def cut(self) -> tuple[torch.Tensor, ...]:
         """The parts with a row for each row of the matrix."""
-        return self.parts[: 1 + self.code_layout.is_packed]
+        has_scales = self.code_layout.is_packed or self.dim() == 3
+        return self.parts[: 1 + has_scales]
 
     def with_rows(self, change, place: list[int]) -> CodeShard:
         """Return a shard with `change` of each part that is cut, and the same whole parts."""
@@ -50,7 +52,8 @@ class CodeShard(BlockCodes):
         """
         self.state_dict_copies.check()
         missing = -(-self.place[1] // mesh.size()) - len(self)
-        return [F.pad(part.view(torch.uint8), (0, 0, 0, missing)) for part in self.cut], self.parts
+        padding = (0, 0) * (self.dim() - 1) + (0, missing)
+        return [F.pad(part.view(torch.uint8), padding) for part in self.cut], self.parts
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
         """Return FSDP2's gathered bytes as the whole matrix, presenting `param_dtype`."""
@@ -101,7 +104,7 @@ def _slice(func, shard, dim=0, start=None, end=None, step=1):
 
 def _new_zeros(func, shard, size, **kwargs):
     """Allocate memory for rows at a place that `copy_` will tell."""
-    return shard.with_rows(lambda part: part.new_zeros(size[0], part.shape[1]), [*shard.place])
+    return shard.with_rows(lambda part: part.new_zeros(size[0], *part.shape[1:]), [*shard.place])
 
 
 def _copy_(func, target, source, non_blocking=False):

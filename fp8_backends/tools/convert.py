@@ -135,7 +135,7 @@ class Conversion:
             is_rowwise = scale.shape == (len(codes), 1)
             layout = e4m3_layout(scale, (1, codes.shape[-1]) if is_rowwise else SQUARES[:2])
             scales = [scale]
-        if layout is not None and not unknown:
+        if layout is not None and not unknown and codes.dim() == 2:
             why = layout.unfit((codes, *scales), layout.shape(codes))
         if why:
             name = (*unknown, *names)[0]

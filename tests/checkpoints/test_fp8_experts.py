@@ -1,4 +1,4 @@
-"""Adapters on attention over frozen FP8 experts of transformers, and refused adapters on experts."""
+"""Adapters on attention over frozen FP8 experts of transformers, and their refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import (
 from transformers.integrations import finegrained_fp8
 
 import fp8_backends
-from fp8_backends import FP8BackendError, RecipeError, checkpoints
+from fp8_backends import RecipeError
 
 SIZES = {
     "vocab_size": 64,
@@ -106,36 +106,52 @@ def experts_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_adapters_train_through_frozen_fp8_experts(family):
-    """Experts multiply by transformers; attention multiplies its codes here. Both equal the
-    dequantized base."""
+    """Attention and experts multiply their codes here, with losses near the dequantized base's."""
     model, plain = loaded(family)
     model, plain = with_lora(model), with_lora(plain)
     before = experts_of(model)
     losses = train(model, BLOCKWISE, 20)
-    expected = train(plain, {**BLOCKWISE, "exclude": "*.experts*"}, 20)
+    expected = train(plain, "native:blockwise", 20)
     assert losses == pytest.approx(expected, rel=2e-2) and losses[-1] < losses[0]
-    after = experts_of(model)
-    assert len(after) == 8 and all(same_bits(after[name], value) for name, value in before.items())
+    after = dict(model.named_parameters())
+    assert len(before) == 8
+    for name, value in before.items():
+        codes, scales = after[name.removesuffix("_scale_inv")].parts
+        assert same_bits(scales if name.endswith("_scale_inv") else codes, value), name
     audit = fp8_backends.audit(model)
-    assert len(audit.products) == 8 and all("self_attn" in name for name in audit.products)
-    assert audit.foreign_fp8 and all("experts" in name for name in audit.foreign_fp8)
-    assert all(counts["dgrad"] >= 1 for counts in list(audit.products.values())[4:])
+    assert audit.products.keys() == fp8_backends.audit(plain).products.keys()
+    assert sum("experts" in name for name in audit.products) == 4 and not audit.foreign_fp8
+    assert all(counts["dgrad"] >= 1 for counts in list(audit.products.values())[6:])
+
+
+def test_other_recipes_leave_experts_to_transformers():
+    """Its own products pass gradients through, and its codes stay."""
+    model, _ = loaded("qwen3_moe")
+    model.model.layers[1].self_attn.o_proj = nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
+    model = with_lora(model.requires_grad_(False))
+    before = experts_of(model)
+    losses = train(model, "native:dynamic", 5)
+    assert losses[-1] < losses[0]
+    assert all(same_bits(value, before[name]) for name, value in experts_of(model).items())
+    audit = fp8_backends.audit(model)
+    assert len(audit.products) == 1 and sum("experts" in name for name in audit.foreign_fp8) == 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_on_fp8_experts_are_refused_by_name(family):
+def test_adapters_on_codes_of_experts_are_refused_by_name(family):
     """PEFT would add to the codes, and leave their scales out."""
     model, _ = loaded(family)
     config = LoraConfig(r=4, target_parameters=["experts.down_proj"])
     model = get_peft_model(model, config)
-    with pytest.raises(RecipeError, match=r"experts: PEFT's target_parameters .*dequantize=True"):
+    wanted = (
+        r"experts: PEFT's target_parameters .*freeze_codes\(model\) before PEFT.*dequantize=True"
+    )
+    with pytest.raises(RecipeError, match=wanted):
         fp8_backends.prepare(model, None, BLOCKWISE)
 
 
-def test_trainable_experts_and_other_recipes_are_refused_by_name():
+def test_trainable_experts_are_refused_by_name():
     model, _ = loaded("mixtral")
     model.model.layers[1].mlp.experts.down_proj.requires_grad_()
     with pytest.raises(RecipeError, match=r"layers.1.mlp.experts: .*would never train"):
         fp8_backends.prepare(model, None, BLOCKWISE)
-    with pytest.raises(FP8BackendError, match="FP8Experts of transformers.*dequantize=True"):
-        checkpoints.dequantize(model)

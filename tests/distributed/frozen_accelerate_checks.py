@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from conversion_steps import take_steps
 from frozen_checks import FORMATS, codes_of, parts_of
 from fsdp2_accelerate_checks import accelerator
 from fsdp2_training import mean, whole
@@ -13,10 +16,11 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError, RecipeError
+from fp8_backends.tensors.block_codes import SQUARE_CODES, BlockCodes
 from fp8_backends.tensors.sharded_tensor import is_distributed, local_part
 
 IDS = torch.arange(64).reshape(4, 16) * 5 % 64
@@ -178,6 +182,9 @@ def check_restored_shards_merge_adapters():
         with torch.no_grad():
             gap = (model.eval()(IDS).logits - logits).abs().max()
         assert gap < 0.1 * logits.abs().max(), (name, gap)
+        model.unmerge_adapter()
+        for key, value in base_of(model).items():
+            torch.testing.assert_close(whole(value), before[key])
 
 
 def check_dora_and_activation_checkpointing():
@@ -217,6 +224,74 @@ def check_export_writes_the_codes():
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def mixtral(parameters: list[str], frozen: bool) -> nn.Module:
+    """Build from seed 0, adapters on attention and experts; `frozen`: codes in squares as the
+    weights of experts, else their values."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "num_local_experts": 3}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=64, **sizes, **heads)).train()
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        for name in ("gate_up_proj", "down_proj"):
+            matrices = [codes_of(each, SQUARE_CODES).parts for each in experts._parameters[name]]
+            parts = [torch.stack(part).detach() for part in zip(*matrices, strict=True)]
+            codes = BlockCodes(parts, torch.float32)
+            weight = codes if frozen else codes.exact()
+            experts._parameters[name] = nn.Parameter(weight, requires_grad=False)
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        target_parameters=parameters,
+        init_lora_weights=False,
+    )
+    return get_peft_model(model, config).train()
+
+
+def check_adapters_on_experts_of_codes():
+    """Under FSDP2 and DDP as without ranks, over codes as over their values: losses to the bit. The
+    codes stay. Two ranks have two experts and one."""
+    runs = {}
+    ways = ("alone", "ddp", "fsdp2")
+    values = ("alone over values", "fsdp2 over values")
+    for kind, parameters in (
+        *itertools.product((*ways, *values), [EXPERTS]),
+        # the other weight has FP8 products with the codes, not those of its values
+        *itertools.product(ways, [EXPERTS[1:]]),
+    ):
+        model = mixtral(parameters, frozen=kind in ways)
+        before = [p.detach() for p in model.parameters() if isinstance(p, BlockCodes)]
+        runs[kind, len(parameters)] = losses_of(model, kind)
+        found = [p for p in model.parameters() if isinstance(local_part(p), BlockCodes)]
+        assert len(found) == len(before) == (4 if kind in ways else 0)
+        for p, file in zip(found, before, strict=True):
+            own = local_part(p)
+            first = 2 * dist.get_rank() if is_distributed(p) else 0
+            pairs = zip((*own.parts, own.exact()), (*file.parts, file.exact()), strict=True)
+            assert all(same_bits(part, entire[first : first + len(own)]) for part, entire in pairs)
+    for (_, number), losses in runs.items():
+        assert losses == runs["alone", number] and losses[-1] < losses[0], runs
+    assert runs["alone", 1] != runs["alone", 2]
+
+
+def losses_of(model: nn.Module, kind: str) -> list[float]:
+    spec = {"backend": "native:blockwise", "fp8_params": True, "gradient_comm": "plain"}
+    fp8_backends.prepare(model, None, spec)
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    if "fsdp2" in kind:
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    fp8_backends.prepare(model, optimizer, spec)
+    return take_steps(lambda: model(input_ids=IDS, labels=IDS).loss, optimizer, 3)
 
 
 def check_levels_and_fsdp1_are_refused_by_name():

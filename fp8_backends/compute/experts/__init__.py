@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from ...formats.formats import COMPUTE_DTYPES
+from ...tensors.block_codes import BlockCodes
 from ...tensors.gathered_codes import WithoutTokens
 from ...tensors.sharded_tensor import full_shape, is_distributed
 from ...torch_tools.modules import CONTAINER, forward_obstacle, part_layer
 from ..counts import result_dtype
 from ..interface import Recipe
-from ..native.weights import kind_of
+from ..native.weights import PLAIN, kind_of
 
 IMPLEMENTATION = "fp8_backends"
 """This package's name in transformers' registry."""
@@ -193,7 +194,7 @@ def obstacle(experts: nn.Module, part: str) -> str | None:
         return "parametrized: its weight is computed anew in each forward"
     if not weight.is_floating_point():
         return f"weight dtype {weight.dtype} is not a floating-point type"
-    if not type(weight).__module__.startswith("torch."):
+    if not type(weight).__module__.startswith("torch.") and not isinstance(weight, BlockCodes):
         return f"its weight is a {type(weight).__name__}, which has products of its own"
     return None
 
@@ -205,7 +206,7 @@ def misfit(experts: nn.Module, part: str, recipe: Recipe) -> str | None:
         return f"weight dtype {weight.dtype} is not one of fp32, bf16, fp16"
     if 0 in full_shape(weight):
         return "experts of size zero have no product"
-    if recipe.fp8_params:
+    if recipe.fp8_params and kind_of(weight) is PLAIN:
         return "fp8_params stores 2-D weights in FP8, and leaves those of experts in high precision"
     return None
 

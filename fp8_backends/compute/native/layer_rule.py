@@ -361,7 +361,7 @@ class PlainWeight:
             return cast()
         return layer.fp8_shared.of_weight(layer, (rule,), cast)
 
-    def quantized_experts(
+    def quantized_matrices(
         self,
         layer: Any,
         weight: torch.Tensor,

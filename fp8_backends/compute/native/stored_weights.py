@@ -106,7 +106,7 @@ class GatheredWeight(PlainWeight):
             scaling.record_amax(recorded, WEIGHT, amax, rule.scales.keeps_nan)
         return matrix.quantized(rule, None)._replace(amax=amax)
 
-    def quantized_experts(self, layer, weight, stored, quantize):
+    def quantized_matrices(self, layer, weight, stored, quantize):
         layer.fp8_recomputed = layer.fp8_shared.is_training(layer) and is_checkpointed()
         return quantize()._replace(amax=weight.parts.get(gathered_codes.WEIGHT_AMAX))
 
