@@ -93,6 +93,23 @@ def test_quantize_matches_reference_bitwise(fmt, kind, data):
     assert codes.is_contiguous() and scale_inv.shape == ((rows, 1) if kind == "rowwise" else ())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_round_trip_error_is_at_most_half_a_step(dtype):
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for fmt in FORMATS:
+        codes, scale_inv = quantize(x, fmt).along_columns()
+        smallest_normal = fmt.smallest_normal * scale_inv
+        error = (reference.dequantize(codes, scale_inv) - x.float()).abs()
+        # half a unit in the last place, with room for the FP32 roundings of the scale and of x
+        # times the scale
+        bound = (
+            torch.maximum(x.float().abs(), smallest_normal)
+            * 2.0 ** -(fmt.mantissa_bits + 1)
+            * (1 + 2**-20)
+        )
+        assert (error <= bound).all()
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf])
 def test_inf_propagates_and_leaves_scale_finite(bad):
     x = torch.ones(4, 4)
