@@ -12,8 +12,8 @@ import torch
 from torch.nn.functional import pad
 
 from fp8_backends.formats.formats import E4M3, saturating_cast
-from fp8_backends.formats.scaling import power_of_two_scale
-from fp8_backends.kernels.layouts import MESSAGE_BLOCK, Part, columns_of, exponents_of, scales_of
+from fp8_backends.formats.scaling import e8m0_values, power_of_two_scale
+from fp8_backends.kernels.layouts import MESSAGE_BLOCK, Part, columns_of, exponents_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (
@@ -102,7 +102,7 @@ def _sum(received: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
 
 def _decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     columns = columns_of(messages)
-    return messages[:, :columns].contiguous().view(E4M3.dtype), scales_of(messages[:, columns:])
+    return messages[:, :columns].contiguous().view(E4M3.dtype), e8m0_values(messages[:, columns:])
 
 
 def _encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:

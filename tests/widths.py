@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 
@@ -19,3 +21,9 @@ def nightly_but(kept, cases):
         case if case in kept else nightly(*(case if type(case) is tuple else (case,)))
         for case in cases
     ]
+
+
+def one_each(first, second):
+    """Return all pairs: each of `first` with one of `second` in turn, the others marked nightly."""
+    kept = zip(first, itertools.cycle(second), strict=False)
+    return nightly_but(kept, itertools.product(first, second))

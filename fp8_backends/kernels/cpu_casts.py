@@ -44,7 +44,7 @@ def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:
         factor: FP32; 0-dim, [rows, 1] or [1, columns].
     """
     codes = x.new_empty(x.shape, dtype=fmt.dtype)
-    for rows in _row_parts(x.shape):
+    for rows, _ in _bands(x.shape, 1):
         part, values = x[rows], part_of(x[rows].shape)
         part = part if part.dtype == torch.float32 else values.copy_(part)
         codes[rows].copy_(
@@ -155,7 +155,7 @@ def scale(product: torch.Tensor, factors: Sequence[torch.Tensor], out: torch.Ten
         product: [rows, columns], FP32 (overwritten), bf16 or fp16.
         factors: FP32; each 0-dim, [rows, 1] or [1, columns].
     """
-    for rows in _row_parts(product.shape):
+    for rows, _ in _bands(product.shape, 1):
         part = product[rows]
         values = part if part.dtype == torch.float32 else part_of(part.shape).copy_(part)
         for factor in factors:
@@ -284,11 +284,6 @@ def _scratch(shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor:
         with torch.inference_mode(False):
             buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
     return buffers[name][:size].view(dtype).view(shape)
-
-
-def _row_parts(shape: torch.Size) -> Iterator[slice]:
-    step = max(1, CAST_AT_ONCE // max(1, shape[1]))
-    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 
 
 def _factor_of(rows: slice, factor: torch.Tensor) -> torch.Tensor:

@@ -63,10 +63,3 @@ def columns_of(messages: torch.Tensor) -> int:
 def exponents_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """Return inverse scales as E8M0: uint8, 255 for a non-finite amax."""
     return (scale_inv_of(scale, amax).view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
-
-
-def scales_of(exponents: torch.Tensor) -> torch.Tensor:
-    """Return the inverse scales of exponents: FP32, NaN for 255."""
-    exponents = exponents.to(torch.int32)
-    scale_inv = (exponents << 23).view(torch.float32)
-    return torch.where(exponents == 0xFF, torch.full_like(scale_inv, float("nan")), scale_inv)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ..formats.formats import E4M3, FP16
-from ..formats.scaling import power_of_two_scale
-from .layouts import MESSAGE_BLOCK, Part, columns_of, exponents_of, scales_of, shape_of
+from ..formats.scaling import e8m0_values, power_of_two_scale
+from .layouts import MESSAGE_BLOCK, Part, columns_of, exponents_of, shape_of
 from .triton_gate import is_fake, usable
 
 CHUNK = 2**18
@@ -129,7 +129,7 @@ def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     MESSAGE_BLOCK)])."""
     columns = columns_of(messages)
     codes = messages.narrow(1, 0, columns).clone(memory_format=torch.contiguous_format)
-    return codes.view(E4M3.dtype), scales_of(
+    return codes.view(E4M3.dtype), e8m0_values(
         messages.narrow(1, columns, messages.shape[1] - columns)
     )
 
@@ -225,7 +225,7 @@ def _decode(messages: torch.Tensor, columns: int, first: int, out: torch.Tensor)
     place, blocks = columns + first // MESSAGE_BLOCK, -(-out.shape[1] // MESSAGE_BLOCK)
     _dequantize(
         messages[:, first : first + out.shape[1]],
-        scales_of(messages[:, place : place + blocks]),
+        e8m0_values(messages[:, place : place + blocks]),
         out,
     )
 

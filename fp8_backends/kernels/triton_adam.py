@@ -20,17 +20,17 @@ from ..formats.formats import FORMATS, ROOT8
 from .adam_table import GRADIENT_LIMIT, LEAST_ROOT, RATIO_BITS, SLACK, UPDATE_SLACK, AdamTable, Kind
 from .devices import has_fp8_casts, on_device_of
 from .rounding import EXP_AVG_BITS, EXP_AVG_SQ_BITS, WEIGHT_BITS
-from .triton_common import OPTIONS, as_bits, format_max, from_bits, is_finite, scale_inv_of
+from .triton_common import OPTIONS, as_bits, format_max, from_bits, is_finite
 from .triton_tiles import (
     COPY,
-    COPY_INVERSE,
     FINITE_FLAG,
     NUMEL,
     RECORD_COLUMN,
     ROW_WIDTH,
     SEED,
-    grad_factor,
+    data_at,
     hyper_of,
+    if_finite,
     inverse_of,
     keep_record,
     load,
@@ -38,10 +38,10 @@ from .triton_tiles import (
     new_scale,
     nothing_stored,
     place_of,
-    pointer_to,
+    pointer_at,
     pointers_of,
     row_of,
-    scale_of,
+    scale_within,
     write_tile,
 )
 
@@ -69,20 +69,20 @@ def gradient_kernel(table, parameters, grad_amax_ptr, KIND: tl.constexpr, ALIGNE
     """Store amaxes of gradients, and clear the finite flag of those with a non-finite element."""
     row, index, start = row_of(table, parameters, KIND)
     numel = tl.load(row + NUMEL)
-    pointer = pointer_to(tl.load(row + 1), KIND.formats[1], ALIGNED)
+    pointer = data_at(row, 1, KIND.formats[1], ALIGNED)
     largest = tl.zeros((KIND.rows, KIND.width), tl.int32)
     for tile in range(KIND.tiles):
         first = start + tile * KIND.rows * KIND.width
-        at, inside, block = place_of(numel, first, KIND)
+        at, inside, _, _ = place_of(numel, first, KIND)
         if first + KIND.rows * KIND.width <= numel:
-            g = load(pointer + first + at, inside, 0.0, True)
+            g = load(pointer + first + at, None, 0.0)
         else:
-            g = load(pointer + first + at, inside, 0.0, False)
+            g = load(pointer + first + at, inside, 0.0)
         largest = tl.maximum(largest, as_bits(g.to(tl.float32)) & 0x7FFFFFFF)
     amax = tl.max(tl.max(largest, axis=1), axis=0)
     tl.atomic_max(grad_amax_ptr + index, amax, sem="relaxed")
     if amax >= 0x7F800000:
-        tl.store(tl.load(row + FINITE_FLAG).to(tl.pointer_type(tl.uint8)), tl.full((), 0, tl.uint8))
+        tl.store(pointer_at(row, FINITE_FLAG, tl.uint8), tl.full((), 0, tl.uint8))
 
 
 @triton.jit
@@ -93,10 +93,7 @@ def _grad_amax(row, measured, KIND: tl.constexpr):
         amax = tl.where(is_finite(inverse), inverse * format_max(KIND.formats[1]), 0.0)
     else:
         amax = measured
-    if KIND.finite_is_told:
-        finite = tl.load(tl.load(row + FINITE_FLAG).to(tl.pointer_type(tl.uint8)))
-        amax = tl.where(finite != 0, amax, 0.0)
-    return amax
+    return if_finite(row, amax, 0.0, KIND)
 
 
 @triton.jit
@@ -135,8 +132,8 @@ def bounds_kernel(table, bounds_ptr, grad_amax_ptr, old_ptr, KIND: tl.constexpr)
     index = tl.program_id(0).to(tl.int64)
     row, bounds, old = table + index * ROW_WIDTH, bounds_ptr + index * 3, old_ptr + index * 3
     hyper, v_inv = hyper_of(row), inverse_of(row, KIND, 3)
-    record = tl.load(row + RECORD_COLUMN).to(tl.pointer_type(tl.int32))
-    known = (tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3))
+    record = pointer_at(row, RECORD_COLUMN, tl.int32)
+    known = [tl.load(record + place) for place in (0, 1, 2, 3)]
     for place in tl.static_range(4):
         tl.store(record + place, 0)
     w, m, v = _new_bounds(
@@ -155,7 +152,9 @@ def write_kernel(table, parameters, bounds_ptr, old_ptr, KIND: tl.constexpr, ALI
     row, index, start = row_of(table, parameters, KIND)
     numel, pointers, hyper = tl.load(row + NUMEL), pointers_of(row, KIND, ALIGNED), hyper_of(row)
     key = mixed(mixed(hyper[8].to(tl.int32).to(tl.uint32)) + tl.load(row + SEED).to(tl.uint32))
-    bounds, old, g_inv = bounds_ptr + index * 3, old_ptr + index * 3, grad_factor(row, KIND)
+    bounds, old = bounds_ptr + index * 3, old_ptr + index * 3
+    # NaN makes all of a gradient zero
+    g_inv = if_finite(row, inverse_of(row, KIND, 1), float("nan"), KIND)
     if KIND.bounded:
         inverses = (tl.load(old), g_inv, tl.load(old + 1), tl.load(old + 2))
     else:
@@ -168,38 +167,16 @@ def write_kernel(table, parameters, bounds_ptr, old_ptr, KIND: tl.constexpr, ALI
     )
     copy = (pointers[0], w_scale[0])
     if KIND.copied:
-        bound = tl.load(bounds)
-        copy = (
-            pointer_to(tl.load(row + COPY), KIND.formats[4], ALIGNED),
-            scale_of(bound, KIND.formats[4]),
-        )
-        if start == 0:
-            tl.store(
-                tl.load(row + COPY_INVERSE).to(tl.pointer_type(tl.float32)),
-                scale_inv_of(copy[1], bound),
-            )
+        copy_pointer = data_at(row, COPY, KIND.formats[4], ALIGNED)
+        copy = (copy_pointer, scale_within(bounds, row, start, KIND, 4)[0])
+    step = (pointers, row, inverses, hyper, scales, copy, key, numel)
     largest = nothing_stored(KIND)
     for tile in range(KIND.tiles):
         first = start + tile * KIND.rows * KIND.width
         if first + KIND.rows * KIND.width <= numel:
-            largest = write_tile(
-                pointers, row, inverses, hyper, scales, copy, key, numel, first, largest, KIND, True
-            )
+            largest = write_tile(step, first, largest, KIND, True)
         elif first < numel:
-            largest = write_tile(
-                pointers,
-                row,
-                inverses,
-                hyper,
-                scales,
-                copy,
-                key,
-                numel,
-                first,
-                largest,
-                KIND,
-                False,
-            )
+            largest = write_tile(step, first, largest, KIND, False)
     if KIND.bounded:
         keep_record(row, largest, scales, KIND)
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from . import devices
-from .triton_common import OPTIONS, as_fp32, ceil_div, format_max, from_codes
+from .triton_common import OPTIONS, as_fp32, ceil_div, decoded, format_max, from_codes
 
 LOGITS_BLOCK, SMOOTH_BLOCK, LOGITS_WARPS = 8192, 4096, 16
 """Words read at a time, without and with label smoothing (more registers): two programs fit a
@@ -175,10 +175,7 @@ def squares_kernel(
     while block < blocks:
         at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         codes = tl.load(codes_ptr + at, mask=at < numel, other=0)
-        if HAS_FP8_CASTS:
-            values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        else:
-            values = from_codes(codes, "e4m3")
+        values = decoded(codes, "e4m3", HAS_FP8_CASTS)
         total = tl.fma(values, values, total)
         block += tl.num_programs(0)
     tl.store(partial_ptr + tl.program_id(0), tl.sum(total))

@@ -22,7 +22,7 @@ from .triton_common import (
     from_bits,
     magnitude,
     power_of_two_scale,
-    scale_from_amax,
+    scale_and_inverse,
     scale_inv_of,
     to_codes,
 )
@@ -70,9 +70,9 @@ def quantize_blocks(
     outputs = (codes, scale_inv, transposed, transposed_scale_inv)
     with devices.on_device_of(matrix):
         if blocks is ROWS:
-            _quantize_lines(matrix, fmt, *outputs, stored_scale_inv, tile)
+            _quantize_lines(matrix, fmt, outputs, stored_scale_inv, tile)
         else:
-            _quantize_squares(matrix, blocks, fmt, *outputs, stored_scale_inv, tile)
+            _quantize_squares(matrix, blocks, fmt, outputs, stored_scale_inv, tile)
     return layouts(*outputs, fmt, turned)
 
 
@@ -84,24 +84,20 @@ def _empty_scales(matrix: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     )
 
 
-def _quantize_squares(
-    matrix, blocks, fmt, codes, scale_inv, transposed, transposed_scale_inv, stored_scale_inv, band
-):
+def _quantize_squares(matrix, blocks, fmt, outputs, stored_scale_inv, band):
     band = band or BANDS[blocks]
     if matrix.numel() == 0:
         return
     kernel, constants = squares_kernel, {}
     if blocks is not SQUARES:
         kernel, constants = vectors_kernel, {"LENGTH": blocks.columns, "E8M0": blocks is MX}
-    pointers = matrix, codes, scale_inv, transposed, transposed_scale_inv, stored_scale_inv
     constants |= {**casting(matrix, fmt), "BAND": band.rows, "SIDE": band.columns, **limits(band)}
     grid = (tiles_of(matrix, band._replace(rows=band.columns)),)
-    kernel[grid](*pointers, *matrix.shape, matrix.stride(0), **constants)
+    kernel[grid](matrix, *outputs, stored_scale_inv, *matrix.shape, matrix.stride(0), **constants)
 
 
-def _quantize_lines(
-    matrix, fmt, codes, scale_inv, transposed, transposed_scale_inv, stored_scale_inv, tile
-):
+def _quantize_lines(matrix, fmt, outputs, stored_scale_inv, tile):
+    codes, scale_inv, transposed, transposed_scale_inv = outputs
     rows, columns = matrix.shape
     shape = rows, columns, matrix.stride(0)
     tile = tile or (SWEEP_TILE if transposed is None else CAST_TILE)
@@ -298,8 +294,7 @@ def line_amax_kernel(
 def _line_scale(bits_ptr, at, length, factor, FORMAT: tl.constexpr):
     """Return the scales of rows or columns, and their inverses."""
     amax = from_bits(tl.load(bits_ptr + at, mask=at < length, other=0)) * factor
-    scale = scale_from_amax(amax, format_max(FORMAT))
-    return scale, scale_inv_of(scale, amax)
+    return scale_and_inverse(amax, FORMAT)
 
 
 @triton.jit(do_not_specialize_on_alignment=["stored_scale_inv_ptr"])
@@ -366,10 +361,9 @@ def sweep_kernel(
         x, _, _ = load_tile(x_ptr, rows, columns, row_stride, at_row, tile, TILE_ROWS, TILE_COLUMNS)
         largest = tl.maximum(largest, magnitude(x))
         tile += 1
-    amax = tl.max(largest, axis=1) * factor
-    scale = scale_from_amax(amax, format_max(FORMAT))
+    scale, scale_inv = scale_and_inverse(tl.max(largest, axis=1) * factor, FORMAT)
     i = at_row.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    tl.store(scale_inv_ptr + i, scale_inv_of(scale, amax), mask=i < rows)
+    tl.store(scale_inv_ptr + i, scale_inv, mask=i < rows)
     tile = at_row * 0
     while tile < across:
         x, i, j = load_tile(x_ptr, rows, columns, row_stride, at_row, tile, TILE_ROWS, TILE_COLUMNS)

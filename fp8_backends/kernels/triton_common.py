@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 
@@ -19,8 +20,19 @@ from ..formats.formats import E4M11, FORMATS
 OPTIONS = {"enable_fp_fusion": False}
 """Options of every launch: a fused product and sum would be rounded once, not twice."""
 
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.uint8: tl.uint8,
+}
+"""Types that kernels read, by dtype."""
+
 _FORMATS = tl.constexpr(
-    {f.name: (f.max, f.mantissa_bits, f.min_exponent) for f in (*FORMATS.values(), E4M11)}
+    {
+        f.name: (f.max, f.mantissa_bits, f.min_exponent, TYPES.get(f.dtype, tl.uint8))
+        for f in (*FORMATS.values(), E4M11)
+    }
 )
 
 # Constants of a kernel. Triton's disk cache key covers only globals that are `tl.constexpr`.
@@ -61,6 +73,12 @@ def bits_of(number):
     """Return FP32 bits of a positive normal FP32 number."""
     fraction, exponent = math.frexp(number)  # the fraction is from 0.5 to 1
     return (exponent + 126 << 23) + int((2 * fraction - 1) * 2**23)
+
+
+@triton.constexpr_function
+def stored_dtype(fmt):
+    """Return the dtype in memory: uint8 for eight bits."""
+    return _FORMATS.value[fmt][3]
 
 
 @triton.constexpr_function
@@ -140,6 +158,13 @@ def scale_inv_of(scale, amax):
 
 
 @triton.jit
+def scale_and_inverse(amax, FORMAT: tl.constexpr):
+    """Return `scale_from_amax` of a format, and `scale_inv_of`."""
+    scale = scale_from_amax(amax, format_max(FORMAT))
+    return scale, scale_inv_of(scale, amax)
+
+
+@triton.jit
 def _on_grid(x, FORMAT: tl.constexpr):
     """Round FP32 to a format's numbers, to nearest even, without saturation. Adds a power of two
     with the format's unit as its last place, which rounds, and subtracts it, which is exact."""
@@ -203,6 +228,20 @@ def from_codes(codes, FORMAT: tl.constexpr):
     bits = codes.to(tl.int32)
     values = from_magnitude_codes(bits & 0x7F, FORMAT)
     return from_bits(as_bits(values) | ((bits & 0x80) << 24))
+
+
+@triton.jit
+def decoded(data, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
+    """Decode stored data to FP32. A NaN of an eight-bit format becomes any number: its scale is
+    NaN."""
+    if HAS_FP8_CASTS and FORMAT == "e4m3":
+        return data.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif FORMAT == "e4m3" or FORMAT == "e5m2":
+        return from_codes(data, FORMAT)
+    elif FORMAT == "root8":
+        return from_magnitude_codes(data.to(tl.int32), FORMAT)
+    else:
+        return data.to(tl.float32)
 
 
 @triton.jit

@@ -22,11 +22,12 @@ from .triton_common import (
     format_max,
     from_bits,
     magnitude,
+    scale_and_inverse,
     scale_from_amax,
     scale_inv_of,
     to_codes,
 )
-from .triton_matrix import AMAX_ROW_TILE, CAST_TILE, casting, place_of, tiling
+from .triton_matrix import AMAX_ROW_TILE, CAST_TILE, casting, layouts, place_of, tiling
 
 BAND = 16
 """Groups begin at multiples of this, and codes are padded to multiples of it."""
@@ -106,10 +107,11 @@ def _quantize(
     ) -> torch.Tensor | None:
         return torch.empty(shape, dtype=dtype, device=device) if wanted else None
 
-    codes = empty(*each, places, padded, dtype=fmt.dtype, wanted=rows)
+    codes = empty(*each, places, padded, dtype=torch.uint8, wanted=rows)
     scale_inv = empty(*each, places, wanted=rows)
-    transposed = empty(*each, padded, places, dtype=fmt.dtype, wanted=columns)
+    transposed = empty(*each, padded, places, dtype=torch.uint8, wanted=columns)
     transposed_scale_inv = empty(groups, padded, wanted=columns)
+    outputs = codes, scale_inv, transposed, transposed_scale_inv
     row_scale = empty(*each, places, wanted=rows and lines)
     shape = (groups, padded) if lines else (groups,)
     bits = torch.zeros(shape, dtype=torch.int32, device=device) if columns or not lines else None
@@ -122,28 +124,12 @@ def _quantize(
         amax_kernel[(places // BAND, matrices)](
             *arguments, LINES=lines, FORMAT=fmt.name, **tiling(AMAX_ROW_TILE)
         )
-        rows_out = None if codes is None else codes.view(torch.uint8), scale_inv
-        columns_out = (
-            None if transposed is None else transposed.view(torch.uint8),
-            transposed_scale_inv,
-        )
         scales = bits, scale, 0 if scale is None else scale.stride(0), row_scale
-        arguments = (
-            x,
-            *rows_out,
-            *columns_out,
-            *scales,
-            owners,
-            sources,
-            *sizes,
-            groups // matrices,
-            tiles,
-        )
+        arguments = x, *outputs, *scales, owners, sources, *sizes, groups // matrices, tiles
         cast_kernel[(tiles + of_columns, matrices)](
             *arguments, LINES=lines, **casting(x, fmt), **tiling(CAST_TILE)
         )
-    amax = None if lines else bits.view(torch.float32)
-    return Layouts(codes, scale_inv, transposed, transposed_scale_inv, amax)
+    return layouts(*outputs, fmt, False, None if lines else bits.view(torch.float32))
 
 
 @triton.jit
@@ -213,10 +199,9 @@ def amax_kernel(
     if not LINES:
         tl.atomic_max(bits_ptr + owner, tl.max(as_bits(largest)), sem="relaxed")
     if row_scale_ptr is not None:
-        amax = tl.max(largest, axis=1)
-        scale = scale_from_amax(amax, format_max(FORMAT))
+        scale, scale_inv = scale_and_inverse(tl.max(largest, axis=1), FORMAT)
         tl.store(row_scale_ptr + matrix * places + i, scale, mask=i < places)
-        tl.store(scale_inv_ptr + matrix * places + i, scale_inv_of(scale, amax), mask=i < places)
+        tl.store(scale_inv_ptr + matrix * places + i, scale_inv, mask=i < places)
 
 
 @triton.jit

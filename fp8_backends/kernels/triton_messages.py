@@ -22,6 +22,7 @@ from .devices import has_fp8_casts, on_device, on_device_of
 from .layouts import MESSAGE_BLOCK, Part, columns_of, shape_of
 from .triton_common import (
     OPTIONS,
+    TYPES,
     as_bits,
     as_fp32,
     ceil_div,
@@ -58,20 +59,9 @@ def pack(
 
 def encode(rows: torch.Tensor, own_row: int | None = None) -> torch.Tensor:
     messages = torch.empty(shape_of(*rows.shape), dtype=torch.uint8, device=rows.device)
-    blocks = messages.shape[1] - rows.shape[1]
-    parts = [
-        Part(row, index * blocks * MESSAGE_BLOCK)
-        for index, row in enumerate(rows.contiguous().unbind(0))
-    ]
-    _pack(
-        parts,
-        messages,
-        messages,
-        rows.shape[1],
-        -1 if own_row is None else own_row,
-        OWN_ROW=False,
-        KEPT=True,
-    )
+    own_row = -1 if own_row is None else own_row
+    parts = _parts_of(rows.contiguous(), messages)
+    _pack(parts, messages, messages, rows.shape[1], own_row, OWN_ROW=False, KEPT=True)
     return messages
 
 
@@ -94,10 +84,10 @@ def reduce_values(
 
 
 def unpack(messages: torch.Tensor, parts: Sequence[Part]) -> None:
+    columns = columns_of(messages)
     for dtype in dict.fromkeys(part.values.dtype for part in parts):
-        _unpack(
-            messages, [part for part in parts if part.values.dtype == dtype], messages, CODES=False
-        )
+        of_dtype = [part for part in parts if part.values.dtype == dtype]
+        _launch_parts(unpack_kernel, of_dtype, messages, messages, columns, CODES=False)
 
 
 def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,8 +95,8 @@ def decode(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = messages.shape[1] - columns
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=messages.device)
     scale_inv = torch.empty(rows, blocks, dtype=torch.float32, device=messages.device)
-    parts = [Part(row, index * blocks * MESSAGE_BLOCK) for index, row in enumerate(codes.unbind(0))]
-    _unpack(messages, parts, scale_inv, CODES=True)
+    parts = _parts_of(codes, messages)
+    _launch_parts(unpack_kernel, parts, messages, scale_inv, columns, CODES=True)
     return codes.view(E4M3.dtype), scale_inv
 
 
@@ -117,21 +107,19 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def _parts_of(rows: torch.Tensor, messages: torch.Tensor) -> list[Part]:
+    """Return the rows as parts. Each begins a block of the messages."""
+    length = (messages.shape[1] - rows.shape[1]) * MESSAGE_BLOCK
+    return [Part(row, index * length) for index, row in enumerate(rows.unbind(0))]
+
+
 def _in_one_dtype(parts: Sequence[Part]) -> list[Part]:
     """Convert parts to FP32 if their dtypes differ or a kernel cannot read them."""
     parts = [part for part in parts if part.values.numel()] or list(parts)
     dtypes = {part.values.dtype for part in parts}
-    if len(dtypes) == 1 and dtypes <= _TYPES.keys():
+    if len(dtypes) == 1 and dtypes <= TYPES.keys():
         return parts
     return [part._replace(values=part.values.float()) for part in parts]
-
-
-_TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.uint8: tl.uint8,
-}
 
 
 def _pack(
@@ -143,23 +131,9 @@ def _pack(
     **what,
 ) -> None:
     parts = _in_one_dtype(parts)
-    what |= {
-        "DTYPE": _TYPES[parts[0].values.dtype],
-        "SCALED": any(part.scale_inv is not None for part in parts),
-    }
-    for table in tables(parts, TILE, messages.shape[0] * (messages.shape[1] - columns)):
-        arguments = (
-            table.on(messages.device),
-            len(table.rows),
-            messages,
-            own,
-            columns,
-            messages.stride(0),
-            rank,
-        )
-        _launch(
-            pack_kernel, table.tiles, *arguments, ALIGNED=table.aligned, STEPS=table.steps, **what
-        )
+    what["SCALED"] = any(part.scale_inv is not None for part in parts)
+    blocks = messages.shape[0] * (messages.shape[1] - columns)
+    _launch_parts(pack_kernel, parts, messages, own, columns, rank, blocks=blocks, **what)
 
 
 def _sum(received, own, rank, out, divisor: int, factor: float, ENCODED: bool) -> None:
@@ -181,21 +155,29 @@ def _sum(received, own, rank, out, divisor: int, factor: float, ENCODED: bool) -
     )
 
 
-def _unpack(
-    messages: torch.Tensor, parts: Sequence[Part], scale_inv: torch.Tensor, CODES: bool
+def _launch_parts(
+    kernel,
+    parts: Sequence[Part],
+    messages: torch.Tensor,
+    result: torch.Tensor,
+    columns: int,
+    *arguments,
+    blocks: int = 0,
+    **constants,
 ) -> None:
-    columns, dtype = columns_of(messages), _TYPES[parts[0].values.dtype]
-    for table in tables(parts, TILE):
-        arguments = (
-            table.on(messages.device),
-            len(table.rows),
-            messages,
-            scale_inv,
-            columns,
-            messages.stride(0),
-        )
-        options = {"DTYPE": dtype, "CODES": CODES, "ALIGNED": table.aligned, "STEPS": table.steps}
-        _launch(unpack_kernel, table.tiles, *arguments, **options)
+    """Launch a kernel over parts of one dtype, once for each table of them.
+
+    Args:
+        result: second tensor of the kernel, besides the messages.
+        columns: values in a row.
+        blocks: as for `tables`.
+    """
+    sizes = columns, messages.stride(0), *arguments
+    constants["DTYPE"] = TYPES[parts[0].values.dtype]
+    for table in tables(parts, TILE, blocks):
+        constants |= {"ALIGNED": table.aligned, "STEPS": table.steps}
+        rows = table.on(messages.device), len(table.rows)
+        _launch(kernel, table.tiles, *rows, messages, result, *sizes, **constants)
 
 
 def _launch(kernel, programs: int, first: torch.Tensor, *arguments, **constants) -> None:

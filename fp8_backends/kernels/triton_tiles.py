@@ -1,8 +1,9 @@
 """Process a tile of a parameter in the programs of `triton_adam`: [rows, width], with rows of
 blocks if there are any.
 
-KIND is `triton_adam._Constants`; `row` points to the parameter's row in the table. A FULL tile has
-all its elements and is read without a mask: an unaligned mask would narrow every access.
+KIND is `triton_adam._Constants`; `row` points to the parameter's row in the table; `place` is from
+`place_of`. A FULL tile has all its elements and no masks: an unaligned mask would narrow every
+access.
 
 Formats are decoded, rounded and encoded as in `rounding.py`, to the bit. FORMAT is "fp32", "bf16"
 or "fp16"; or "e4m3", "e5m2", "e4m11" or "root8" with uint8 codes in memory, like the residuals of
@@ -18,10 +19,10 @@ from .adam_table import GRADIENT_LIMIT, HALF_OF_ONE, INF_BITS, RATIO_BITS
 from .triton_common import (
     as_bits,
     bits_of,
+    decoded,
     dropped_bits,
     format_max,
     from_bits,
-    from_codes,
     from_magnitude_codes,
     hardware_codes,
     magnitude_codes,
@@ -29,12 +30,11 @@ from .triton_common import (
     scale_inv_of,
     smallest_bits,
     smallest_normal,
+    stored_dtype,
 )
 
 # Columns of a parameter's row, as in table.py
-COPY, INVERSE, COPY_INVERSE, HYPER, FINITE_FLAG = (
-    tl.constexpr(column) for column in (4, 5, 9, 10, 11)
-)
+COPY, INVERSE, HYPER, FINITE_FLAG = (tl.constexpr(column) for column in (4, 5, 10, 11))
 NUMEL, FIRST, SEED, FIRST_CHUNK, RECORD_COLUMN, ROW_WIDTH = (
     tl.constexpr(column) for column in (12, 13, 14, 15, 16, 17)
 )
@@ -44,33 +44,18 @@ _HALF_OF_ONE = tl.constexpr(HALF_OF_ONE)
 
 
 @triton.jit
-def pointer_to(address, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Convert an address to a pointer to numbers of a format."""
-    if FORMAT == "fp32":
-        pointer = address.to(tl.pointer_type(tl.float32))
-    elif FORMAT == "bf16":
-        pointer = address.to(tl.pointer_type(tl.bfloat16))
-    elif FORMAT == "fp16":
-        pointer = address.to(tl.pointer_type(tl.float16))
-    else:
-        pointer = address.to(tl.pointer_type(tl.uint8))
-    if ALIGNED:  # for vector accesses
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
+def pointer_at(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr):
+    """Load a pointer from a column of the table."""
+    return tl.load(row + COLUMN).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
-def decoded(data, FORMAT: tl.constexpr, HAS_FP8_CASTS: tl.constexpr):
-    """Decode stored data to FP32. A NaN of an eight-bit format becomes any number: its scale is
-    NaN."""
-    if HAS_FP8_CASTS and FORMAT == "e4m3":
-        return data.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    elif FORMAT == "e4m3" or FORMAT == "e5m2":
-        return from_codes(data, FORMAT)
-    elif FORMAT == "root8":
-        return from_magnitude_codes(data.to(tl.int32), FORMAT)
-    else:
-        return data.to(tl.float32)
+def data_at(row, COLUMN: tl.constexpr, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load a pointer to numbers of a format."""
+    pointer = tl.load(row + COLUMN).to(tl.pointer_type(stored_dtype(FORMAT)))
+    if ALIGNED:  # for vector accesses; a result of `pointer_at` would lose this when inlined
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
@@ -185,15 +170,15 @@ def row_of(table, parameters, KIND: tl.constexpr):
 def pointers_of(row, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Return pointers to weight, grad, exp_avg, exp_avg_sq, and the weight's residual if it is
     split."""
-    weight = pointer_to(tl.load(row), KIND.formats[0], ALIGNED)
+    weight = data_at(row, 0, KIND.formats[0], ALIGNED)
     residual = weight
     if KIND.split:
-        residual = pointer_to(tl.load(row + COPY), KIND.formats[0], ALIGNED)
+        residual = data_at(row, COPY, KIND.formats[0], ALIGNED)
     return (
         weight,
-        pointer_to(tl.load(row + 1), KIND.formats[1], ALIGNED),
-        pointer_to(tl.load(row + 2), KIND.formats[2], ALIGNED),
-        pointer_to(tl.load(row + 3), KIND.formats[3], ALIGNED),
+        data_at(row, 1, KIND.formats[1], ALIGNED),
+        data_at(row, 2, KIND.formats[2], ALIGNED),
+        data_at(row, 3, KIND.formats[3], ALIGNED),
         residual,
     )
 
@@ -201,87 +186,63 @@ def pointers_of(row, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def hyper_of(row):
     """Load the hyperparameters, as `adam_numbers` orders them."""
-    at = tl.load(row + HYPER).to(tl.pointer_type(tl.float32))
-    first = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-    return first + (tl.load(at + 5), tl.load(at + 6), tl.load(at + 7), tl.load(at + 8))
+    at = pointer_at(row, HYPER, tl.float32)
+    return [tl.load(at + place) for place in (0, 1, 2, 3, 4, 5, 6, 7, 8)]
 
 
 @triton.jit
 def inverse_of(row, KIND: tl.constexpr, SLOT: tl.constexpr):
     """Load scale_inv of a slot with one scale; else 1."""
     if KIND.scaled[SLOT] and not KIND.blocked[SLOT]:
-        return tl.load(tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32)))
+        return tl.load(pointer_at(row, INVERSE + SLOT, tl.float32))
     else:
         return tl.full((), 1.0, tl.float32)
 
 
 @triton.jit
-def grad_factor(row, KIND: tl.constexpr):
-    """Load scale_inv of the gradient, 1 for blocks; NaN if not finite, to make all of it zero."""
-    factor = inverse_of(row, KIND, 1)
+def if_finite(row, x, other, KIND: tl.constexpr):
+    """Return x, or `other` for a gradient flagged as not finite."""
     if KIND.finite_is_told:
-        finite = tl.load(tl.load(row + FINITE_FLAG).to(tl.pointer_type(tl.uint8)))
-        factor = tl.where(finite != 0, factor, float("nan"))
-    return factor
+        finite = tl.load(pointer_at(row, FINITE_FLAG, tl.uint8))
+        x = tl.where(finite != 0, x, other)
+    return x
 
 
 @triton.jit
-def load(pointer, inside, other, FULL: tl.constexpr):
-    """Read a tile, without a mask if it is full."""
-    if FULL:
+def load(pointer, inside, other):
+    """Read a tile. inside: None, or its mask."""
+    if inside is None:
         return tl.load(pointer)
     else:
         return tl.load(pointer, mask=inside, other=other)
 
 
 @triton.jit
-def _write(pointer, values, inside, FULL: tl.constexpr):
-    if FULL:
-        tl.store(pointer, values)
-    else:
-        tl.store(pointer, values, mask=inside)
-
-
-@triton.jit
-def _values_of(
-    pointer,
-    row,
-    inverse,
-    at,
-    inside,
-    block,
-    KIND: tl.constexpr,
-    SLOT: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def _values_of(pointers, row, inverses, place, KIND: tl.constexpr, SLOT: tl.constexpr):
     """Decode a tile of a slot to FP32; roots of exp_avg_sq if stored."""
+    at, inside, block, rows_inside = place
+    inverse = inverses[SLOT]
     if KIND.blocked[SLOT]:
-        of_blocks = tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32))
-        inverse = load(of_blocks + block, _first_of(inside), 1.0, FULL) * inverse
-    return (
-        decoded(load(pointer + at, inside, 0.0, FULL), KIND.formats[SLOT], KIND.has_fp8_casts)
-        * inverse
-    )
+        of_blocks = pointer_at(row, INVERSE + SLOT, tl.float32)
+        inverse = load(of_blocks + block, rows_inside, 1.0) * inverse
+    data = load(pointers[SLOT] + at, inside, 0.0)
+    return decoded(data, KIND.formats[SLOT], KIND.has_fp8_casts) * inverse
 
 
 @triton.jit
-def _adam_step(
-    pointers, row, inverses, hyper, at, inside, block, KIND: tl.constexpr, FULL: tl.constexpr
-):
+def _adam_step(pointers, row, inverses, hyper, place, KIND: tl.constexpr):
     """Compute torch.optim's Adam in FP32: new weight, exp_avg and exp_avg_sq, or its root if
     stored."""
     step_size, decay, weight_decay, n, beta2, new_in_exp_avg_sq, c, eps, _ = hyper
     if KIND.split:
-        code, residual = (
-            load(pointers[0] + at, inside, 0, FULL),
-            load(pointers[4] + at, inside, 0, FULL),
-        )
+        code = load(pointers[0] + place[0], place[1], 0)
+        residual = load(pointers[4] + place[0], place[1], 0)
         w = decoded_pair(code, residual) * inverses[0]
     else:
-        w = _values_of(pointers[0], row, inverses[0], at, inside, block, KIND, 0, FULL)
-    g = _values_of(pointers[1], row, inverses[1], at, inside, block, KIND, 1, FULL)
-    m = _values_of(pointers[2], row, inverses[2], at, inside, block, KIND, 2, FULL)
-    v = _values_of(pointers[3], row, inverses[3], at, inside, block, KIND, 3, FULL)
+        w = _values_of(pointers, row, inverses, place, KIND, 0)
+    g = _values_of(pointers, row, inverses, place, KIND, 1)
+    m = _values_of(pointers, row, inverses, place, KIND, 2)
+    v = _values_of(pointers, row, inverses, place, KIND, 3)
     if KIND.has_roots:
         v = v * v
     g = tl.where(tl.abs(g) < _GRADIENT_LIMIT, g, 0.0)
@@ -303,49 +264,34 @@ def _adam_step(
 
 @triton.jit
 def place_of(numel, start, KIND: tl.constexpr):
-    """Locate a tile by its first element: places of elements, their mask, indices of rows'
-    blocks."""
+    """Locate a tile by its first element: places of elements, their mask, indices of rows' blocks,
+    mask of rows with any element."""
     rows = tl.arange(0, KIND.rows)[:, None]
     at = rows * KIND.width + tl.arange(0, KIND.width)[None, :]
     count = tl.minimum(numel - start, KIND.rows * KIND.width).to(tl.int32)
-    return at, at < count, start // KIND.width + rows
+    inside = at < count
+    rows_inside = tl.max(inside.to(tl.int32), axis=1)[:, None] > 0
+    return at, inside, start // KIND.width + rows, rows_inside
 
 
 @triton.jit
-def _first_of(inside):
-    """Return the mask of rows with any element."""
-    return tl.max(inside.to(tl.int32), axis=1)[:, None] > 0
-
-
-@triton.jit
-def _store(
-    pointers,
-    row,
-    scale,
-    x,
-    random,
-    at,
-    inside,
-    block,
-    KIND: tl.constexpr,
-    SLOT: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def _store(pointers, row, scale, x, random, place, KIND: tl.constexpr, SLOT: tl.constexpr):
     """Write x as stored by the slot, and scales of blocks. scale: the slot's only one, with its
     inverse. Returns stored magnitudes, FP32, and the inverse of their scale."""
     FORMAT: tl.constexpr = KIND.formats[SLOT]
+    at, inside, block, rows_inside = place
     pointer, inverse = pointers[SLOT], scale[1]
     if KIND.blocked[SLOT]:
         amax = from_bits(tl.max(as_bits(x) & 0x7FFFFFFF, axis=1)[:, None])
         scale_of_block = scale_of(amax, FORMAT)
         inverse = scale_inv_of(scale_of_block, amax)
-        of_blocks = tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32))
-        _write(of_blocks + block, inverse, _first_of(inside), FULL)
+        of_blocks = pointer_at(row, INVERSE + SLOT, tl.float32)
+        tl.store(of_blocks + block, inverse, mask=rows_inside)
         stored = x * scale_of_block
     else:
         stored = x * scale[0]
     if FORMAT == "fp32":
-        _write(pointer + at, x, inside, FULL)
+        tl.store(pointer + at, x, mask=inside)
         return tl.abs(x), inverse
     else:
         # a non-finite weight has no bound
@@ -358,13 +304,14 @@ def _store(
         if SLOT == 3:  # positive values may not become 0
             least = tl.where(x > 0, smallest_bits(FORMAT), 0)
             magnitude = from_bits(tl.maximum(as_bits(magnitude), least))
-            _write(pointer + at, encoded(magnitude, FORMAT, casts), inside, FULL)
+            tl.store(pointer + at, encoded(magnitude, FORMAT, casts), mask=inside)
         elif FORMAT == "e4m11":
             code, residual = encoded_pair(with_sign_of(magnitude, x))
-            _write(pointer + at, code, inside, FULL)
-            _write(pointers[4] + at, residual, inside, FULL)
+            tl.store(pointer + at, code, mask=inside)
+            tl.store(pointers[4] + at, residual, mask=inside)
         else:
-            _write(pointer + at, encoded(with_sign_of(magnitude, x), FORMAT, casts), inside, FULL)
+            codes = encoded(with_sign_of(magnitude, x), FORMAT, casts)
+            tl.store(pointer + at, codes, mask=inside)
         return magnitude, inverse
 
 
@@ -389,7 +336,7 @@ def _coded(ratio, m_inverse, half_of_inverse):
 @triton.jit
 def keep_record(row, stored, scales, KIND: tl.constexpr):
     """Raise the record to the largest stored values of a program, from `write_tile`."""
-    record = tl.load(row + RECORD_COLUMN).to(tl.pointer_type(tl.int32))
+    record = pointer_at(row, RECORD_COLUMN, tl.int32)
     for place in tl.static_range(3):
         largest = from_bits(tl.max(tl.max(stored[place], axis=1), axis=0)) * scales[place][1]
         if place == 2 and KIND.has_roots:
@@ -402,38 +349,36 @@ def keep_record(row, stored, scales, KIND: tl.constexpr):
 
 
 @triton.jit
-def write_tile(
-    pointers,
-    row,
-    inverses,
-    hyper,
-    scales,
-    copy,
-    key,
-    numel,
-    start,
-    known,
-    KIND: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """Write one tile. scales: (scale, inverse) of weight, exp_avg and exp_avg_sq; copy: pointer and
-    scale. Returns `known` raised to the tile's largest: bits of these three as stored, roots
-    included, times the inverse only for blocks; and of their quotient, coded."""
-    at, inside, block = place_of(numel, start, KIND)
+def write_tile(step, start, known, KIND: tl.constexpr, FULL: tl.constexpr):
+    """Write one tile.
+
+    Args:
+        step: of a parameter: pointers, row, inverses, hyperparameters; scales, (scale, inverse) of
+            weight, exp_avg and exp_avg_sq; pointer to a copy and its scale; key of random bits;
+            number of elements.
+        known: largest of earlier tiles. Returned raised to this tile's: bits of these three as
+            stored, roots included, times the inverse only for blocks; and of their quotient, coded.
+    """
+    pointers, row, inverses, hyper, scales, copy, key, numel = step
+    place = place_of(numel, start, KIND)
+    at, _, block, _ = place
+    if FULL:
+        place = (at, None, block, None)
     w, g, m, v, residual = pointers
     pointers = (w + start, g + start, m + start, v + start, residual + start)
-    w, m, v = _adam_step(pointers, row, inverses, hyper, at, inside, block, KIND, FULL)
+    w, m, v = _adam_step(pointers, row, inverses, hyper, place, KIND)
     first = (tl.load(row + FIRST) + start).to(tl.int32)
     random = mixed((first + at).to(tl.uint32, bitcast=True) ^ key).to(tl.int32, bitcast=True)
     if KIND.blocked[0] or KIND.blocked[2] or KIND.blocked[3]:
         tl.debug_barrier()  # after all reads of the blocks' old scales
-    stored_w, w_inv = _store(pointers, row, scales[0], w, random, at, inside, block, KIND, 0, FULL)
-    m, m_inv = _store(pointers, row, scales[1], m, random, at, inside, block, KIND, 2, FULL)
-    v, v_inv = _store(pointers, row, scales[2], v, random, at, inside, block, KIND, 3, FULL)
+    stored_w, w_inv = _store(pointers, row, scales[0], w, random, place, KIND, 0)
+    m, m_inv = _store(pointers, row, scales[1], m, random, place, KIND, 2)
+    v, v_inv = _store(pointers, row, scales[2], v, random, place, KIND, 3)
     if KIND.copied:
         x = with_sign_of(stored_w, w) * w_inv * copy[1]
         x = with_sign_of(rounded(x, 0, KIND.formats[4], KIND.has_fp8_casts, False, 0, 0, False), x)
-        _write(copy[0] + start + at, encoded(x, KIND.formats[4], KIND.has_fp8_casts), inside, FULL)
+        codes = encoded(x, KIND.formats[4], KIND.has_fp8_casts)
+        tl.store(copy[0] + start + at, codes, mask=place[1])
     half = _half_of_inverse(v_inv, KIND)
     if KIND.has_roots:  # a root of 0 and its scale add up to 0
         half_of_v = tl.where(v > 0, as_bits(v) - _HALF_OF_ONE, -half)
@@ -473,16 +418,23 @@ def _of_lanes(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def scale_within(bound, row, start, KIND: tl.constexpr, SLOT: tl.constexpr):
+    """Return scale and inverse of a slot or, 4, of the copy, stored by the parameter's first
+    program."""
+    amax = tl.load(bound)
+    scale = scale_of(amax, KIND.formats[SLOT])
+    inverse = scale_inv_of(scale, amax)
+    if start == 0:
+        tl.store(pointer_at(row, INVERSE + SLOT, tl.float32), inverse)
+    return scale, inverse
+
+
+@triton.jit
 def new_scale(bounds, row, start, KIND: tl.constexpr, SLOT: tl.constexpr):
-    """Return scale and inverse of a slot with one scale, stored by the parameter's first program;
-    else 1."""
+    """Return `scale_within` of a slot with one scale; else 1."""
     if KIND.scaled[SLOT] and not KIND.blocked[SLOT]:
-        amax = tl.load(bounds + (SLOT if SLOT == 0 else SLOT - 1))
-        scale = scale_of(amax, KIND.formats[SLOT])
-        inverse = scale_inv_of(scale, amax)
-        if start == 0:
-            tl.store(tl.load(row + INVERSE + SLOT).to(tl.pointer_type(tl.float32)), inverse)
-        return scale, inverse
+        bound = bounds + (SLOT if SLOT == 0 else SLOT - 1)
+        return scale_within(bound, row, start, KIND, SLOT)
     else:
         one = tl.full((), 1.0, tl.float32)
         return one, one

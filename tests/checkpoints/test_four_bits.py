@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tiny_checkpoints import IDS, config_of, llama, load, logits, same_bits, stored
 from torch import nn
+from widths import nightly
 
 import fp8_backends
 from fp8_backends import FP8BackendError, RecipeError, checkpoints
@@ -184,7 +185,7 @@ def test_adapters_train_over_codes_as_over_their_values(scaling, base):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scaling", ["dynamic", "rowwise"])
+@pytest.mark.parametrize("scaling", ["dynamic", nightly("rowwise")])
 def test_compiled_gradients_equal_eager(scaling, nvfp4):
     block = frozen(nvfp4).model.layers[0].mlp.float()
     fp8_backends.prepare(block, None, f"native:{scaling}")

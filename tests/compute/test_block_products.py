@@ -9,6 +9,7 @@ import torch
 from gpu_rules import BLOCK_SCALED_MM, GPURules, block_product
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from widths import nightly
 
 from fp8_backends import FP8RecipeKwargs, prepare
 from fp8_backends.compute import hardware, products
@@ -121,7 +122,7 @@ def test_mx_scales_have_cublas_layout():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["native:blockwise", "native:mxfp8"])
+@pytest.mark.parametrize("spec", [nightly("native:blockwise"), "native:mxfp8"])
 def test_compiled_code_passes_operands_in_gpu_layout(spec, monkeypatch):
     torch._dynamo.reset()
     rules = GPURules(monkeypatch)

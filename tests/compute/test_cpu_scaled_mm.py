@@ -79,7 +79,7 @@ def test_rowwise_scales_apply_and_autocast_rounds_nothing(calls):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", [None, "aot_eager", nightly("inductor")])
+@pytest.mark.parametrize("compiler", [None, nightly("aot_eager"), nightly("inductor")])
 def test_ao_trains_with_proven_products(calls, compiler):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from widths import one_each
 
 import fp8_backends
 from fp8_backends import FP8BackendError
@@ -100,8 +101,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec, transform", one_each(SPECS, TRANSFORMS))
 def test_transforms_of_torch_func_are_refused(spec, transform):
     model, optimizer = prepared(spec)
     with pytest.raises(FP8BackendError, match=f"torch.func's grad, vmap, jvp.*{WAY_OUT}"):
@@ -110,8 +110,7 @@ def test_transforms_of_torch_func_are_refused(spec, transform):
     optimizer.step()
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("spec", NATIVE)
+@pytest.mark.parametrize("spec, transform", one_each(NATIVE, TRANSFORMS))
 def test_transforms_of_torch_func_run_in_evaluation(spec, transform):
     x = torch.randn(8, 32)
     ours, theirs = (TRANSFORMS[transform](each, x) for each in in_evaluation(spec))
@@ -184,8 +183,7 @@ def test_gradients_of_each_sample_are_refused(spec):
         call_for_per_sample_grads(model)(torch.randn(4, 32))
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("spec, training", one_each(SPECS, [True, False]))
 def test_symbolic_trace_calls_fp8_layers_as_modules(spec, training):
     model, optimizer = prepared(spec)
     model.train(training)

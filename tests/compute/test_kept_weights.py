@@ -9,6 +9,7 @@ from accelerate_state import fresh_accelerate
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+from widths import nightly
 
 import fp8_backends
 from fp8_backends import prepare
@@ -22,10 +23,10 @@ __all__ = ["fresh_accelerate"]  # each test has Accelerate's state for itself
 
 BACKENDS = [
     "native:dynamic",
-    "native:window",
+    nightly("native:window"),
     "native:rowwise",
-    "native:blockwise",
-    "native:mxfp8",
+    nightly("native:blockwise"),
+    nightly("native:mxfp8"),
     "msamp:O2",
 ]
 COMPUTE = NativeCompute()

@@ -201,6 +201,19 @@ def test_inplace_update_of_frozen_weight_is_held_in_fp32():
     )
 
 
+FROZEN_BY = pytest.mark.parametrize("frozen_by", ["fp8_params", "msamp:O2", "msamp:O3", "msamp:O4"])
+
+
+def frozen(frozen_by: str) -> Adapted:
+    """Return a model with its base in E4M3, by the field or by a level."""
+    if frozen_by == "fp8_params":
+        return prepared(fp8_params=True)[0]
+    model = Adapted()
+    recipe = fp8_backends.FP8RecipeKwargs(backend=frozen_by, exclude=["adapter"])
+    prepare(model, torch.optim.AdamW(model.adapter.parameters()), recipe)
+    return model
+
+
 WRITES = {
     "data": lambda weight, values: setattr(weight, "data", values),
     "copy": torch.no_grad()(lambda weight, values: weight.copy_(values)),
@@ -216,15 +229,9 @@ CARRIERS = {
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-@pytest.mark.parametrize("frozen_by", ["fp8_params", "msamp:O2", "msamp:O3", "msamp:O4"])
+@FROZEN_BY
 def test_written_values_of_a_frozen_weight_stay_exact(frozen_by, carrier):
-    fields = {"fp8_params": True} if frozen_by == "fp8_params" else {"backend": frozen_by}
-    model = Adapted()
-    recipe = fp8_backends.FP8RecipeKwargs(
-        **({"backend": "native:dynamic", "exclude": ["adapter"]} | fields)
-    )
-    prepare(model, torch.optim.AdamW(model.adapter.parameters()), recipe)
-    model = CARRIERS[carrier](model)
+    model = CARRIERS[carrier](frozen(frozen_by))
     for write in WRITES.values():
         values = torch.randn(64, 32)
         write(model.base[0].weight, values)
@@ -235,14 +242,9 @@ def test_written_values_of_a_frozen_weight_stay_exact(frozen_by, carrier):
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("frozen_by", ["fp8_params", "msamp:O2", "msamp:O3", "msamp:O4"])
+@FROZEN_BY
 def test_a_loaded_frozen_weight_takes_more_memory_only_for_new_values(frozen_by, assign):
-    fields = {"fp8_params": True} if frozen_by == "fp8_params" else {"backend": frozen_by}
-    model = Adapted()
-    recipe = fp8_backends.FP8RecipeKwargs(
-        **({"backend": "native:dynamic", "exclude": ["adapter"]} | fields)
-    )
-    prepare(model, torch.optim.AdamW(model.adapter.parameters()), recipe)
+    model = frozen(frozen_by)
     saved, size = model.state_dict(), len(pickle.dumps(model.base[0].weight))
     model.base[0].weight.data *= 1.1
     merged = {name: value.clone() for name, value in model.state_dict().items()}

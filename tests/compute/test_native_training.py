@@ -9,18 +9,25 @@ import pytest
 import torch
 from gpu_rules import GPURules
 from model_families import batch, build, loss_of
-from test_scaled_weights import COMPUTE, DTYPES, SCALINGS, STORED, autocast, prepared
+from test_scaled_weights import (
+    AUTOCASTS,
+    COMPUTE,
+    DTYPES,
+    LAYERS,
+    SCALINGS,
+    STORED,
+    autocast,
+    prepared,
+)
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from widths import nightly, nightly_but
+from widths import nightly, nightly_but, one_each
 
 from fp8_backends import prepare
 from fp8_backends.compute.native.linear import FP8Linear
 from fp8_backends.formats.scaling import WINDOW
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
-
-STORAGES = {"plain": None, **STORED}
 
 
 class Block(nn.Module):
@@ -57,7 +64,7 @@ class Gate(Block):
 
 def made(scaling, stored="plain", use_reentrant=None, kind=Block):
     torch.manual_seed(0)
-    return prepared(kind(use_reentrant), scaling, STORAGES[stored])
+    return prepared(kind(use_reentrant), scaling, STORED.get(stored))
 
 
 def trained(model, compiler=None, steps=5):
@@ -113,8 +120,7 @@ def assert_same_states(states, others):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, nightly(True)])
-@pytest.mark.parametrize("stored", STORAGES)
-@pytest.mark.parametrize("scaling", SCALINGS)
+@LAYERS
 def test_recomputation_uses_same_scales(scaling, stored, use_reentrant):
     """Match bitwise; count recomputation separately. The window rule reaches its delayed scales."""
     steps = WINDOW + 2 if scaling == "window" else 5
@@ -169,13 +175,14 @@ def test_recomputation_runs_in_the_mode_of_the_first_forward(scaling, use_reentr
 @pytest.mark.parametrize(
     "scaling,stored,use_reentrant",
     [
-        *(("window", "FP16", None), ("delayed", "E4M3", None), ("mxfp8", "plain", True)),
-        *(
-            nightly("rowwise", "E4M3", None),
-            nightly("dynamic", "FP16", None),
-            nightly("blockwise", "FP16", None),
-        ),
-        *(nightly("mxfp8", "E4M3", None), nightly("delayed", "plain", False)),
+        ("window", "FP16", None),
+        ("mxfp8", "plain", True),
+        nightly("delayed", "E4M3", None),
+        nightly("rowwise", "E4M3", None),
+        nightly("dynamic", "FP16", None),
+        nightly("blockwise", "FP16", None),
+        nightly("mxfp8", "E4M3", None),
+        nightly("delayed", "plain", False),
     ],
 )
 def test_compiled_training_matches_eager(scaling, stored, use_reentrant):
@@ -193,8 +200,7 @@ def test_compiled_training_matches_eager(scaling, stored, use_reentrant):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, nightly(lambda model: pickle.loads(pickle.dumps(model)))]
 )
-@pytest.mark.parametrize("stored", STORAGES)
-@pytest.mark.parametrize("scaling", SCALINGS)
+@LAYERS
 def test_copies_train_independently(scaling, stored, copied):
     model = made(scaling, stored)
     other, before = copied(model), model.up.weight.detach().clone()
@@ -206,14 +212,13 @@ def test_copies_train_independently(scaling, stored, copied):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", STORAGES)
-@pytest.mark.parametrize("scaling", SCALINGS)
+@LAYERS
 def test_meta_model_keeps_weight_form_and_starts_fresh(scaling, stored):
     torch.manual_seed(0)
     weights = Block().state_dict()
     with torch.device("meta"):
         model = Block()
-    prepared(model, scaling, STORAGES[stored])
+    prepared(model, scaling, STORED.get(stored))
     COMPUTE.after_optimizer_step(model)  # does nothing yet
     assert all(layer.weight.is_meta for layer in (model.up, model.side, model.down))
     model.to_empty(device="cpu").load_state_dict(weights)
@@ -227,14 +232,12 @@ def test_meta_model_keeps_weight_form_and_starts_fresh(scaling, stored):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, nightly(torch.float16)])
-@pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
-@pytest.mark.parametrize("stored", STORAGES)
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("dtype, autocast_dtype", one_each(DTYPES, AUTOCASTS))
+@LAYERS
 def test_whole_training_steps_are_valid_on_a_gpu(
     scaling, stored, dtype, autocast_dtype, monkeypatch
 ):
-    model = prepared(Block(use_reentrant=False).to(dtype), scaling, STORAGES[stored])
+    model = prepared(Block(use_reentrant=False).to(dtype), scaling, STORED.get(stored))
     with GPURules(monkeypatch) as gpu:
         for _ in range(2):
             # 21 tokens: padded for wgrad

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from widths import nightly
+from widths import nightly, one_each
 
 from fp8_backends.compute.native import layer_rule
 from fp8_backends.compute.native.backend import NativeCompute
@@ -27,6 +27,8 @@ COMPUTE = NativeCompute()
 SCALINGS = ["window", "dynamic", "delayed", "rowwise", "blockwise", "mxfp8"]
 STORED = {"FP16": torch.float16, "E4M3": torch.float8_e4m3fn}
 DTYPES = [torch.float32, torch.bfloat16]
+AUTOCASTS = [torch.bfloat16, None, torch.float16]
+LAYERS = pytest.mark.parametrize("scaling, stored", one_each(SCALINGS, ["plain", *STORED]))
 
 
 def store(model, storage):
@@ -110,8 +112,7 @@ def test_fp16_weights_match_fp32_values_bitwise(scaling, exponent, n_in, n_out, 
         assert torch.equal(scaled[0].fp8_scaling, plain[0].fp8_scaling)
 
 
-@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, nightly(torch.float16)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, autocast_dtype", one_each(DTYPES, AUTOCASTS))
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_autocast_and_bf16_models_match_fp32_weights(scaling, dtype, autocast_dtype):
     """Match a plain FP32 weight bitwise: bf16 weights lose nothing before the cast."""
@@ -201,7 +202,7 @@ def test_products_ignore_the_residual(scaling):
 # high precision
 
 
-@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast_dtype", AUTOCASTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stored", STORED)
 def test_evaluation_matches_plain_layer_and_is_differentiable(stored, dtype, autocast_dtype):
@@ -239,8 +240,7 @@ def test_an_empty_batch_gives_a_zero_gradient(stored):
 @pytest.mark.parametrize(
     "override", [case for case in itertools.product((False, True), repeat=3) if not all(case)]
 )
-@pytest.mark.parametrize("stored", ["plain", nightly("FP16"), "E4M3"])
-@pytest.mark.parametrize("scaling", SCALINGS)
+@LAYERS
 def test_override_linear_precision_applies_per_product(scaling, stored, override):
     model = prepared(
         layer(spread=0.1), scaling, STORED.get(stored), override_linear_precision=override
@@ -264,8 +264,7 @@ def test_override_linear_precision_applies_per_product(scaling, stored, override
 
 @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("override", [None, (True, True, False)])
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling, stored", one_each(SCALINGS, STORED))
 def test_only_fp8_codes_of_weight_are_saved(scaling, stored, override, autocast_dtype):
     fields = {} if override is None else {"override_linear_precision": override}
     scaled, _ = pair(scaling, STORED[stored], (64, 512), **fields)
@@ -305,8 +304,7 @@ def test_inductor_computes_same_codes(scaling, stored):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("stored, training", one_each(STORED, [False, True]))
 def test_compiled_evaluation_and_frozen_weights_match_eager(stored, training):
     torch._dynamo.reset()
     scaled, _ = pair("window", STORED[stored])

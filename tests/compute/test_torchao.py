@@ -123,33 +123,6 @@ def test_parameter_objects_stay_train_and_save(scaling, tmp_path):
     )
 
 
-def sqnr(wanted, got):
-    """Signal to quantization noise, in dB."""
-    wanted, got = wanted.double(), got.double()
-    return 20 * torch.log10(wanted.norm() / (wanted - got).norm()).item()
-
-
-@pytest.mark.parametrize("scaling", RECIPES)
-def test_linear_has_fp8_accuracy(scaling):
-    # 256 tokens, 512 -> 256, normal data: measured 28.4 to 28.7 dB for E4M3 by E4M3, 24.6 dB with
-    # E5M2 gradients. Three mantissa bits cannot reach 32 dB
-    torch.manual_seed(0)
-    linear, x, dy = nn.Linear(512, 256), torch.randn(256, 512), torch.randn(256, 256)
-    reference = copy.deepcopy(linear)
-    preparation.prepare_model(linear, recipes.resolve(f"ao:{scaling}"))
-    results = []
-    for layer in (reference, linear):
-        inputs = x.clone().requires_grad_()
-        y = layer(inputs)
-        y.backward(dy)
-        results.append((y, inputs.grad, layer.weight.grad, layer.bias.grad))
-    (y, dx, dw, db), (y8, dx8, dw8, db8) = results
-    assert 25 <= sqnr(y, y8) < 32
-    assert 23 <= sqnr(dx, dx8) < 32
-    assert 20 <= sqnr(dw, dw8) and (sqnr(dw, dw8) < 32) == (scaling != "rowwise_with_gw_hp")
-    assert torch.equal(db, db8)
-
-
 @pytest.mark.parametrize("scaling", RECIPES)
 def test_zero_tokens_and_one_dimension(scaling):
     linear = nn.Linear(32, 16)

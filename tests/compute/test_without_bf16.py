@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from widths import nightly
+from widths import nightly, one_each
 
 from fp8_backends import audit, prepare
 from fp8_backends.compute import hardware
@@ -25,6 +25,7 @@ BACKENDS = [
     "native:dynamic", "native:delayed", "native:rowwise", "native:blockwise", "native:mxfp8", "native:window",
     "msamp:O1", "msamp:O3",
 ]  # fmt: skip
+HIGH_PRECISION = (False, False, False), (True, False, False), (False, True, True)
 
 
 class ProductDtypes(TorchDispatchMode):
@@ -46,11 +47,8 @@ class ProductDtypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "high_precision", [(False,) * 3, (True, False, False), (False, True, True)]
-)
+@pytest.mark.parametrize("backend, high_precision", one_each(BACKENDS, HIGH_PRECISION))
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, nightly(torch.float16)])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_products_run_in_fp32_for_any_autocast(backend, autocast, high_precision, monkeypatch):
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: False)
     torch.manual_seed(0)

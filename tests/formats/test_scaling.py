@@ -93,21 +93,13 @@ def test_quantize_matches_reference_bitwise(fmt, kind, data):
     assert codes.is_contiguous() and scale_inv.shape == ((rows, 1) if kind == "rowwise" else ())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_round_trip_error_is_at_most_half_a_step(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_values_of_two_bytes_are_scaled_in_fp32(fmt, dtype):
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for fmt in FORMATS:
-        codes, scale_inv = quantize(x, fmt).along_columns()
-        smallest_normal = fmt.smallest_normal * scale_inv
-        error = (reference.dequantize(codes, scale_inv) - x.float()).abs()
-        # half a unit in the last place, with room for the FP32 roundings of the scale and of x
-        # times the scale
-        bound = (
-            torch.maximum(x.float().abs(), smallest_normal)
-            * 2.0 ** -(fmt.mantissa_bits + 1)
-            * (1 + 2**-20)
-        )
-        assert (error <= bound).all()
+    ours, expected = quantize(x, fmt), reference.quantize(x.float(), fmt)
+    assert torch.equal(bits(ours.codes), bits(expected[0]))
+    assert torch.equal(ours.scale_inv, expected[1])
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf])
@@ -180,14 +172,6 @@ def test_interval_recomputes_scale_on_every_nth_roll():
         scales.append(448 / scaling.delayed_scale(state, scaling.INPUT).item())
     assert scales == [1, 1, 1, 4, 4, 4, 7]
     assert state.view(torch.float32)[0, scaling.HISTORY :].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-
-
-def test_recording_is_idempotent():
-    state = scaling.new_delayed_state(2)
-    for _ in range(3):
-        scaling.record_amax(state, scaling.WEIGHT, torch.tensor(5.0))
-    scaling.record_amax(state, scaling.WEIGHT, torch.tensor(4.0))
-    assert state.view(torch.float32)[scaling.WEIGHT, scaling.HISTORY] == 5.0
 
 
 def test_state_survives_a_cast_of_every_floating_point_buffer():
@@ -266,20 +250,6 @@ def test_batched_window_roll_matches_single_rolls():
         )
     assert rolled[:, 0, scaling.ROLLS].tolist() == [21, 0, 21, 20, 21]
     assert torch.equal(rolled[3], states[3]) and rolled.dtype == torch.int32
-
-
-@pytest.mark.parametrize("tensor,fmt", [(scaling.INPUT, E4M3), (scaling.GRAD_OUTPUT, E5M2)])
-def test_window_scale_is_just_in_time_for_16_steps_then_delayed(tensor, fmt):
-    def scale_of(amax):
-        return 2.0 ** math.floor(math.log2(fmt.max / amax))
-
-    amaxes = [2.0 ** ((7 * i) % 11 - 5) * 1.3 for i in range(40)]
-    state = scaling.new_window_state()
-    for i, amax in enumerate(amaxes):
-        wanted = scale_of(amax) if i < 16 else scale_of(max(amaxes[i - 16 : i]))
-        assert scaling.window_scale(state, tensor, torch.tensor(amax), fmt).item() == wanted, i
-        scaling.record_amax(state, tensor, torch.tensor(amax), keep_nan=True)
-        state = scaling.rolled_window_states(state.unsqueeze(0), WINDOW_FORMATS)[0]
 
 
 def test_window_recording_is_idempotent_and_keeps_nan():

@@ -20,7 +20,7 @@ LAYOUT = ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER
 HABITS = {
     "comparisons with a rule's name": 15,
     "isinstance, hasattr, getattr": 718,
-    "functions of more than 8 arguments": 30,
+    "functions of more than 8 arguments": 25,
     "x if c else y": 1_177,
     "a, b = x, y": 410,
 }

@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from adam_cases import slot
+from widths import one_each
 
 from fp8_backends.kernels.adam import Slot
 
@@ -84,8 +85,7 @@ def fine_tuning(lr, rounding, level="O2", numel=4096, steps=300):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lr", [5e-6, 2e-6])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level, lr", one_each(LEVELS, [5e-6, 2e-6]))
 def test_small_learning_rates_move_weights_like_fp32(lr, level):
     projection, stuck = fine_tuning(lr, "stochastic", level)
     assert abs(projection - 1) < 0.05 and stuck == 0
@@ -156,8 +156,7 @@ def test_constant_gradients_with_nearest_fall_short():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("maximize", [True, False])
+@pytest.mark.parametrize("decoupled, maximize", [(True, False), (False, True)])
 def test_four_steps_are_within_3e_4_of_torch(level, decoupled, maximize):
     """Compare 99 % of the elements: a rounded FP8 gradient may change an update, up to its sign."""
     for seed in range(3):
@@ -175,23 +174,3 @@ def test_four_steps_are_within_3e_4_of_torch(level, decoupled, maximize):
             step(weight, slot(gradient, "e4m3"), both, t, 1e-3, weight_decay=1e-3, **options)
         near = (value(weight) - parameter.detach()).abs() <= 3e-4
         assert near.float().mean() >= 0.99
-
-
-# Non-finite gradients
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["e4m3", None])
-@pytest.mark.parametrize("at", [1, 2, 10])
-def test_non_finite_gradient_leaves_states_finite_and_training_continues(level, kind, at):
-    generator = torch.Generator().manual_seed(0)
-    weight, both = slot(torch.randn(256, generator=generator) * 0.02, "fp16"), states(level, 256)
-    for t in range(1, 13):
-        gradient = torch.randn(256, generator=generator) + 1
-        if t == at:
-            gradient[t] = float("inf") if level == "O1" else float("nan")
-        before = value(weight)
-        step(weight, slot(gradient, kind), both, t, 1e-3)
-        assert all(torch.isfinite(value(of)).all() for of in (weight, *both))
-        if t > at:
-            assert ((value(weight) - before).abs() > 0).float().mean() > 0.9

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class MachineCode(NamedTuple):
 
 
 def compiled(
-    kernel, signature: dict[str, str], constants: dict[str, object], tmp_path: Path, **options
+    kernel, signature: dict[str, str], constants: dict[str, object], **options
 ) -> MachineCode:
     """Compile a kernel like the launcher, for arguments divisible by 16, as large tensors' pointers
     are.
@@ -56,11 +57,11 @@ def compiled(
     source = ASTSource(kernel, signature=types, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=HOPPER, options={**OPTIONS, **options})
     assert not miscompiled(made.asm["ptx"]), "ptxas reads some of these codes too early"
-    cubin = tmp_path / f"{kernel.fn.__name__}.cubin"
-    cubin.write_bytes(made.asm["cubin"])
-    usage = subprocess.run(
-        [_CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(made.asm["cubin"])
+        cubin.flush()
+        command = [_CUOBJDUMP, "--dump-resource-usage", cubin.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True)
     registers, stack = (
         int(re.search(rf"{name}:(\d+)", usage.stdout)[1]) for name in ("REG", "STACK")
     )

@@ -89,5 +89,5 @@ def test_cache_key_covers_each_value_of_adam_kinds(monkeypatch):
         monkeypatch.undo()
 
 
-def test_walk_finds_kernels():
-    assert len(KERNELS) >= 20 and len(FUNCTIONS) > 80
+def test_walk_finds_kernels_and_their_functions():
+    assert ".triton_adam.write_kernel" in KERNELS and ".triton_common.format_max" in FUNCTIONS

@@ -10,7 +10,7 @@ from fp8_backends.kernels import triton_backward as kernels
 
 
 @pytest.mark.parametrize("dtype, widest", [("*bf16", 128), ("*fp32", 128)])
-def test_sum_uses_vector_accesses(dtype, widest, tmp_path):
+def test_sum_uses_vector_accesses(dtype, widest):
     signature = {
         "codes_ptr": "*u8",
         "scale_inv_ptr": "*fp32",
@@ -22,21 +22,19 @@ def test_sum_uses_vector_accesses(dtype, widest, tmp_path):
         kernels.accumulate_kernel,
         signature,
         {"BLOCK": kernels.ADDED_AT_ONCE},
-        tmp_path,
         num_warps=kernels.ADDING_WARPS,
     )
     assert code.stack == 0 and code.registers <= 128
     assert code.widths("st") == {128} and widest in code.widths("ld")
 
 
-def test_norm_uses_vector_loads(tmp_path):
+def test_norm_uses_vector_loads():
     signature = {"codes_ptr": "*u8", "partial_ptr": "*fp32", "numel": "i32:16", "blocks": "i32"}
     code = compiled(
         *(
             kernels.squares_kernel,
             signature,
             {"BLOCK": kernels.SQUARED, "HAS_FP8_CASTS": True},
-            tmp_path,
         ),
         num_warps=kernels.SQUARING_WARPS,
     )
@@ -44,12 +42,12 @@ def test_norm_uses_vector_loads(tmp_path):
     assert 128 in code.widths("ld")
 
 
-def test_final_norm_sum_fits_in_registers(tmp_path):
+def test_final_norm_sum_fits_in_registers():
     signature = {
         "partial_ptr": "*fp32",
         "partials": "i32",
         "scale_inv_ptr": "*fp32",
         "norm_ptr": "*fp32",
     }
-    code = compiled(kernels.norm_kernel, signature, {}, tmp_path, num_warps=4)
+    code = compiled(kernels.norm_kernel, signature, {}, num_warps=4)
     assert code.stack == 0

@@ -27,14 +27,14 @@ KINDS = pytest.mark.parametrize("kind", OWNERS)
 LINES = pytest.mark.parametrize("lines", [False, True], ids=["one scale", "lines"])
 
 
-def amax(tmp_path, dtype: str, kind: str, lines: bool) -> MachineCode:
+def amax(dtype: str, kind: str, lines: bool) -> MachineCode:
     arguments = {"x_ptr": dtype, "bits_ptr": "*i32", **OWNERS[kind], **LARGE, "LINES": lines}
     scales = {"row_scale_ptr": "*fp32", "scale_inv_ptr": "*fp32"}
     arguments |= {"FORMAT": "e4m3"} | (scales if lines else dict.fromkeys(scales))
-    return of(triton_groups.amax_kernel, tmp_path, AMAX_ROW_TILE, arguments)
+    return of(triton_groups.amax_kernel, AMAX_ROW_TILE, arguments)
 
 
-def cast(tmp_path, dtype: str, kind: str, lines: bool, **changed) -> MachineCode:
+def cast(dtype: str, kind: str, lines: bool, **changed) -> MachineCode:
     arguments = {
         "x_ptr": dtype,
         "codes_ptr": "*u8",
@@ -50,27 +50,27 @@ def cast(tmp_path, dtype: str, kind: str, lines: bool, **changed) -> MachineCode
     }
     arguments |= {**OWNERS[kind], **LARGE, "groups": "i32", "tiles": "i32", **CASTS, **changed}
     del arguments["stored_scale_inv_ptr"]
-    return of(triton_groups.cast_kernel, tmp_path, CAST_TILE, arguments)
+    return of(triton_groups.cast_kernel, CAST_TILE, arguments)
 
 
-def of(kernel, tmp_path, tile, arguments: dict) -> MachineCode:
+def of(kernel, tile, arguments: dict) -> MachineCode:
     types, constants = split(arguments)
     tiles = {"TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns}
-    return compiled(kernel, types, constants | tiles, tmp_path, **limits(tile))
+    return compiled(kernel, types, constants | tiles, **limits(tile))
 
 
 @KINDS
 @LINES
-def test_amax_machine_code(kind, lines, tmp_path):
-    code = amax(tmp_path, "*bf16", kind, lines)
+def test_amax_machine_code(kind, lines):
+    code = amax("*bf16", kind, lines)
     assert_fast(code, AMAX_ROW_TILE, "*bf16")
     assert_rounds_as_the_reference(code)
 
 
 @KINDS
 @LINES
-def test_cast_machine_code(kind, lines, tmp_path):
-    code = cast(tmp_path, "*bf16", kind, lines)
+def test_cast_machine_code(kind, lines):
+    code = cast("*bf16", kind, lines)
     assert_fast(code, CAST_TILE, "*bf16")
     assert_rounds_as_the_reference(code)
     assert max(code.widths("st")) == 128 and "cvt.rn.satfinite.e4m3x2.f32" in code.ptx
@@ -87,6 +87,6 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_compile_without_spills(name, tmp_path):
-    code = cast(tmp_path, **{"dtype": "*bf16", "kind": "groups", "lines": False, **VARIANTS[name]})
+def test_variants_compile_without_spills(name):
+    code = cast(**{"dtype": "*bf16", "kind": "groups", "lines": False, **VARIANTS[name]})
     assert code.stack == 0

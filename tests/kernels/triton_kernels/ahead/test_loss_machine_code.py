@@ -20,7 +20,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("is_smooth", [False, True])
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
-def test_row_loss_machine_code(dtype, is_smooth, tmp_path):
+def test_row_loss_machine_code(dtype, is_smooth):
     signature = {"x_ptr": dtype, "gradient_ptr": dtype, **POINTERS, **NUMBERS}
     block = triton_backward.SMOOTH_BLOCK if is_smooth else triton_backward.LOGITS_BLOCK
     constants = {"IS_SMOOTH": is_smooth, "BLOCK": block}
@@ -28,7 +28,6 @@ def test_row_loss_machine_code(dtype, is_smooth, tmp_path):
         triton_backward.cross_entropy_kernel,
         signature,
         constants,
-        tmp_path,
         num_warps=triton_backward.LOGITS_WARPS,
     )
     assert code.stack == 0, "registers are spilled"

@@ -26,60 +26,31 @@ OF_PARTS = {"ALIGNED": True, "STEPS": 3, "TILE": triton_messages.TILE}
 OF_VALUES = {"HAS_FP8_CASTS": True, "TILE": triton_messages.TILE}
 
 
-def is_wide(code) -> None:
-    """Tell if values, codes and local data move in vectors of 16 bytes; exponents, one for 128
-    values, move in bytes."""
+def wide(kernel, signature: dict, constants: dict):
+    """Compile a kernel. Values, codes and local data must move in vectors of 16 bytes; exponents,
+    one for 128 values, move in bytes."""
+    code = compiled(kernel, signature, constants, num_warps=triton_messages.MESSAGE_WARPS)
     assert max(code.widths("ld")) == max(code.widths("st")) == 128
     assert code.widths("st") <= {128, 32, 8}  # 32: the scales
     assert code.stack == 0 and code.registers <= 128
     assert ".ftz" not in code.ptx  # subnormal numbers stay unchanged
+    return code
 
 
 @pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float32])
-def test_packing_machine_code(dtype, tmp_path):
-    constants = {
-        "DTYPE": dtype,
-        "SCALED": False,
-        "OWN_ROW": True,
-        "KEPT": True,
-        **OF_PARTS,
-        **OF_VALUES,
-    }
-    code = compiled(
-        triton_messages.pack_kernel,
-        PACK,
-        constants,
-        tmp_path,
-        num_warps=triton_messages.MESSAGE_WARPS,
-    )
-    is_wide(code)
+def test_packing_machine_code(dtype):
+    kept = {"DTYPE": dtype, "SCALED": False, "OWN_ROW": True, "KEPT": True}
+    code = wide(triton_messages.pack_kernel, PACK, kept | OF_PARTS | OF_VALUES)
     assert "cvt.rn.satfinite.e4m3x2" in code.ptx
 
 
 @pytest.mark.parametrize("out, encoded", [("*u8", True), ("*bf16", False)])
-def test_summing_machine_code(out, encoded, tmp_path):
-    constants = {"RANKS": 8, "TOGETHER": triton_messages.TOGETHER, "ENCODED": encoded, **OF_VALUES}
-    signature = {**SUM, "out_ptr": out}
-    is_wide(
-        compiled(
-            triton_messages.sum_kernel,
-            signature,
-            constants,
-            tmp_path,
-            num_warps=triton_messages.MESSAGE_WARPS,
-        )
-    )
+def test_summing_machine_code(out, encoded):
+    constants = {"RANKS": 8, "TOGETHER": triton_messages.TOGETHER, "ENCODED": encoded}
+    wide(triton_messages.sum_kernel, {**SUM, "out_ptr": out}, constants | OF_VALUES)
 
 
 @pytest.mark.parametrize("dtype, codes", [(tl.bfloat16, False), (tl.uint8, True)])
-def test_unpacking_machine_code(dtype, codes, tmp_path):
+def test_unpacking_machine_code(dtype, codes):
     constants = {"DTYPE": dtype, "CODES": codes, **OF_PARTS}
-    is_wide(
-        compiled(
-            triton_messages.unpack_kernel,
-            UNPACK,
-            constants,
-            tmp_path,
-            num_warps=triton_messages.MESSAGE_WARPS,
-        )
-    )
+    wide(triton_messages.unpack_kernel, UNPACK, constants)

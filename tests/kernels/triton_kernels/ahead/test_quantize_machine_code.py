@@ -28,9 +28,7 @@ IN_FLIGHT = 30_000
 microseconds."""
 
 
-def cast(
-    tmp_path, dtype: str, rule: str, sizes: dict = LARGE, fmt: str = "e4m3", **changed
-) -> MachineCode:
+def cast(dtype: str, rule: str, sizes: dict = LARGE, fmt: str = "e4m3", **changed) -> MachineCode:
     """sizes: types, or constants. changed: constants, or the types of pointers."""
     arguments = (
         BOTH | sizes | {"result_ptr": "*fp32", "record_ptr": None, "RULE": rule, "KEEP_NAN": False}
@@ -39,7 +37,7 @@ def cast(
     arguments |= {"given_ptr": GIVEN.get(rule), "partial_ptr": "*i32", "partials": "i32"}
     arguments |= {"partial_ptr": None, "partials": 0} if rule == "given" else {}
     types, constants = split(arguments | changed)
-    return of(tensorwise.cast_kernel, tmp_path, dtype, CAST_TILE, types, constants)
+    return of(tensorwise.cast_kernel, dtype, CAST_TILE, types, constants)
 
 
 def split(arguments: dict) -> tuple[dict, dict]:
@@ -53,45 +51,42 @@ def split(arguments: dict) -> tuple[dict, dict]:
 
 
 def of(
-    kernel, tmp_path, dtype, tile, signature, constants=None, names=("TILE_ROWS", "TILE_COLUMNS")
+    kernel, dtype, tile, signature, constants=None, names=("TILE_ROWS", "TILE_COLUMNS")
 ) -> MachineCode:
     tiles = dict(zip(names, tile[:2], strict=True))
     return compiled(
         kernel,
         {"x_ptr": dtype, **signature},
         {**(constants or {}), **tiles},
-        tmp_path,
         **limits(tile),
     )
 
 
-def vectors(tmp_path, dtype: str, kind) -> MachineCode:
+def vectors(dtype: str, kind) -> MachineCode:
     constants = CASTS | ({} if kind is SQUARES else {"LENGTH": kind.columns, "E8M0": kind is MX})
     kernel = blocks.squares_kernel if kind is SQUARES else blocks.vectors_kernel
     signature = BOTH | LARGE | (E8M0 if kind is MX else SCALES)
-    return of(kernel, tmp_path, dtype, blocks.BANDS[kind], signature, constants, ("BAND", "SIDE"))
+    return of(kernel, dtype, blocks.BANDS[kind], signature, constants, ("BAND", "SIDE"))
 
 
 LINES = {"row_bits_ptr": "*i32", "column_bits_ptr": "*i32", **LARGE}
 SWEEP = {"codes_ptr": "*u8", "scale_inv_ptr": "*fp32", **LARGE}
 MATRICES = {
-    "cast, dynamic": (CAST_TILE, lambda path, dtype: cast(path, dtype, "dynamic")),
+    "cast, dynamic": (CAST_TILE, lambda dtype: cast(dtype, "dynamic")),
     "cast, given": (
         CAST_TILE,
-        lambda path, dtype: cast(path, dtype, "given", fmt="e5m2", **RECORDS),
+        lambda dtype: cast(dtype, "given", fmt="e5m2", **RECORDS),
     ),
-    "vectors": (blocks.BANDS[VECTORS], lambda path, dtype: vectors(path, dtype, VECTORS)),
-    "squares": (blocks.BANDS[SQUARES], lambda path, dtype: vectors(path, dtype, SQUARES)),
-    "mx": (blocks.BANDS[MX], lambda path, dtype: vectors(path, dtype, MX)),
+    "vectors": (blocks.BANDS[VECTORS], lambda dtype: vectors(dtype, VECTORS)),
+    "squares": (blocks.BANDS[SQUARES], lambda dtype: vectors(dtype, SQUARES)),
+    "mx": (blocks.BANDS[MX], lambda dtype: vectors(dtype, MX)),
     "rows and columns": (
         CAST_TILE,
-        lambda path, dtype: of(
-            blocks.line_cast_kernel, path, dtype, CAST_TILE, BOTH | SCALES | LINES, CASTS
-        ),
+        lambda dtype: of(blocks.line_cast_kernel, dtype, CAST_TILE, BOTH | SCALES | LINES, CASTS),
     ),
     "rows": (
         blocks.SWEEP_TILE,
-        lambda path, dtype: of(blocks.sweep_kernel, path, dtype, blocks.SWEEP_TILE, SWEEP, CASTS),
+        lambda dtype: of(blocks.sweep_kernel, dtype, blocks.SWEEP_TILE, SWEEP, CASTS),
     ),
 }
 
@@ -115,9 +110,9 @@ def assert_rounds_as_the_reference(code: MachineCode) -> None:
 @pytest.mark.parametrize(
     "dtype, name", [*(("*bf16", name) for name in MATRICES), ("*fp32", "cast, dynamic")]
 )
-def test_cast_machine_code(name, dtype, tmp_path):
+def test_cast_machine_code(name, dtype):
     tile, made = MATRICES[name]
-    code = made(tmp_path, dtype)
+    code = made(dtype)
     assert_fast(code, tile, dtype)
     assert_rounds_as_the_reference(code)
     assert max(code.widths("st")) == 128
@@ -126,11 +121,10 @@ def test_cast_machine_code(name, dtype, tmp_path):
 
 @pytest.mark.parametrize("tile", [AMAX_TILE, AMAX_ROW_TILE])
 @pytest.mark.parametrize("keep_nan", [False, True])
-def test_amax_machine_code(tile, keep_nan, tmp_path):
+def test_amax_machine_code(tile, keep_nan):
     sizes = LARGE | {"tiles": "i32"}
     code = of(
         tensorwise.amax_kernel,
-        tmp_path,
         "*bf16",
         tile,
         {"partial_ptr": "*i32", **sizes},
@@ -140,18 +134,18 @@ def test_amax_machine_code(tile, keep_nan, tmp_path):
     assert "atom" not in code.ptx
 
 
-def test_row_and_column_amax_machine_code(tmp_path):
+def test_row_and_column_amax_machine_code():
     """Maxima of columns by way of shared memory were eight and eleven accesses in one, and had
     thirty of them."""
     tile = blocks.LINE_TILE
-    code = of(blocks.line_amax_kernel, tmp_path, "*bf16", tile, LINES, {"STEPS": blocks.LINE_STEPS})
+    code = of(blocks.line_amax_kernel, "*bf16", tile, LINES, {"STEPS": blocks.LINE_STEPS})
     assert_fast(code, tile, "*bf16")
     assert len(re.findall(r"\b(?:ld|st|ldmatrix|stmatrix)\.[\w.]*shared", code.ptx)) <= 16
 
 
-def test_sizes_not_divisible_by_16_compile(tmp_path):
+def test_sizes_not_divisible_by_16_compile():
     """Compiled for one element at a time, since rows start anywhere."""
-    code = cast(tmp_path, "*bf16", "dynamic", ODD)
+    code = cast("*bf16", "dynamic", ODD)
     assert code.stack == 0 and max(code.widths("st")) < 128
 
 
@@ -169,19 +163,17 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_compile_without_spills(name, tmp_path):
+def test_variants_compile_without_spills(name):
     """Make sizes of 1 constants, like Triton's launcher."""
-    code = cast(tmp_path, **VARIANTS[name])
+    code = cast(**VARIANTS[name])
     assert code.stack == 0
     assert ("satfinite" in code.ptx) == (name != "an older GPU")
 
 
-def test_one_element_matrix_compiles(tmp_path):
+def test_one_element_matrix_compiles():
     """Weights may have this shape."""
     constants = CASTS | {"LENGTH": 128, "E8M0": False, "rows": 1, "columns": 1, "row_stride": 1}
     del constants["stored_scale_inv_ptr"]
     signature, tile = BOTH | SCALES | {"stored_scale_inv_ptr": "*fp32"}, blocks.BANDS[VECTORS]
-    code = of(
-        blocks.vectors_kernel, tmp_path, "*fp16", tile, signature, constants, ("BAND", "SIDE")
-    )
+    code = of(blocks.vectors_kernel, "*fp16", tile, signature, constants, ("BAND", "SIDE"))
     assert "satfinite" in code.ptx

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from widths import nightly
 
 from fp8_backends.formats.formats import E4M3
 from fp8_backends.kernels import backward as gradients
@@ -49,7 +50,9 @@ def test_cast_matches_plain_operations(dtype, spoiled, transposed, monkeypatch):
 
 
 @DTYPES
-@pytest.mark.parametrize("factor", [1.0, 2.0**-16, 0.3, -0.7, 0.0, torch.inf])
+@pytest.mark.parametrize(
+    "factor", [nightly(1.0), 2.0**-16, nightly(0.3), -0.7, nightly(0.0), torch.inf]
+)
 def test_accumulated_gradients_match_plain_operations(dtype, factor, monkeypatch):
     """Include three microbatches, a loss scale or a clip, and the final rounding."""
 

@@ -65,6 +65,10 @@ def test_gradients_of_several_dtypes_share_a_bucket():
         for passes in (triton_messages, cases.reference)
     )
     assert cases.same_messages(made[0], expected[0]) and cases.same(made[1], expected[1])
+    back, wanted = ([Part(torch.empty_like(part.values), part.start) for part in of] for _ in "12")
+    triton_messages.unpack(made[0], back)
+    cases.reference.unpack(made[0], wanted)
+    assert all(cases.same(one.values, two.values) for one, two in zip(back, wanted, strict=True))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 33])
