@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import math
 import os
 import re
 import shutil
@@ -38,6 +39,21 @@ def features_of(args: argparse.Namespace) -> dict[str, Any]:
         for name, field in FEATURES.items()
         if (given := getattr(args, name)) is not None
     }
+
+
+def positive_number(text: str) -> float:
+    """Read a number above zero, as a type of `argparse`."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be above zero")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """Read a whole number above zero, as a type of `argparse`."""
+    value = int(text)
+    positive_number(text)
+    return value
 
 
 class Verdict(NamedTuple):

@@ -17,7 +17,7 @@ from ...recipes.handlers import chosen_by_auto
 from ...recipes.sources import read_file
 from ...rules.validate import Finding
 from ...words import counted
-from ..terminal import paragraphs
+from ..terminal import paragraphs, positive_int
 from .accelerate_config import read_accelerate
 from .axolotl_config import read_axolotl
 from .training_config import TrainingConfig, given_fields
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--num_processes",
         "--num-processes",
-        type=int,
+        type=positive_int,
         metavar="N",
         help="how many will train, over all machines",
     )
@@ -111,8 +111,6 @@ def run(args: argparse.Namespace) -> int:
         return _new(args)
     if args.file is None:
         raise RecipeError("name a configuration file, or give --new to write one")
-    if args.num_processes is not None and args.num_processes < 1:
-        raise RecipeError(f"--num_processes {args.num_processes}: at least 1 is wanted")
     config = read(args.file, args.system, args.num_processes)
     if args.backend is not None:
         config.use(args.backend)
