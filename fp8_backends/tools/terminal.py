@@ -4,7 +4,6 @@ terminal."""
 from __future__ import annotations
 
 import argparse
-import codecs
 import math
 import os
 import re
@@ -68,18 +67,6 @@ class Verdict(NamedTuple):
         return "\n".join(map(wrapped, (self.headline, *self.details)))
 
 
-_SPELLED = {"–": "-", "×": "x", "±": "+-", "…": "..."}
-
-
-def spelled(error: UnicodeEncodeError) -> tuple[str, int]:
-    """Spell characters that an encoding lacks, as an error handler of `codecs`."""
-    lacking = error.object[error.start : error.end]
-    return "".join(_SPELLED.get(each, ascii(each)[1:-1]) for each in lacking), error.end
-
-
-codecs.register_error("spelled", spelled)
-
-
 def width() -> int:
     return shutil.get_terminal_size((WIDTH, 0)).columns
 
@@ -129,9 +116,6 @@ def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "ri
     """Draw headings and cells, split into parts if too wide; each part begins with the first
     column, left-aligned."""
     columns = width()
-    encoding = sys.stdout.encoding or "utf-8"
-    # before the layout: a spelt character may take more columns
-    rows = [[cell.encode(encoding, "spelled").decode(encoding) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     space = 1 if sum(widths) + len(widths) <= columns + 1 < sum(widths) + 2 * len(widths) else 2
     parts = [[0]]

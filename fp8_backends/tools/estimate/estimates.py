@@ -94,14 +94,6 @@ class Workload:
         if not self.batch and self.memory is None:
             raise RecipeError("batch=0 (the most that fit) needs the memory of a device")
 
-    def check_sequence(self) -> None:
-        """Raise `FP8BackendError` for more tokens than the model has positions."""
-        longest = self.model.longest
-        if longest is not None and longest < self.sequence:
-            raise FP8BackendError(
-                f"a sequence of {self.sequence} tokens exceeds the model's {longest} positions"
-            )
-
 
 @dataclass
 class Estimate:
@@ -191,7 +183,7 @@ def estimate(
             raise RecipeError(f"{name}={shown(names)}: {name} must be a list of names")
     layouts = {sharding: Layout.parsed(sharding, workload.devices) for sharding in shardings}
     check_known("dtype of weights", workload.weights, WEIGHT_DTYPES)
-    workload.check_sequence()
+    workload.model.check_sequence(workload.sequence)
     recipes = [named(backend) for backend in backends]
     traced = {} if traced is None else traced
     estimates = []
