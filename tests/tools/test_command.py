@@ -32,10 +32,9 @@ def test_without_arguments_the_help_names_every_subcommand(capsys):
     assert all(name in printed for name in COMMANDS)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["config", "--new"]])
-def test_help_survives_every_encoding(command, encoding, monkeypatch):
-    monkeypatch.setattr("sys.stdout", stdout := io.TextIOWrapper(io.BytesIO(), encoding))
+def test_help_survives_an_ascii_terminal(command, monkeypatch):
+    monkeypatch.setattr("sys.stdout", stdout := io.TextIOWrapper(io.BytesIO(), "ascii"))
     with pytest.raises(SystemExit) as ended:
         main([*command, "--help"])
     stdout.flush()
@@ -135,10 +134,10 @@ def test_advise_begins_again_with_sleeping_threads(monkeypatch, capsys):
     monkeypatch.setenv("OMP_WAIT_POLICY", "")  # restored after the test
     monkeypatch.delenv("OMP_WAIT_POLICY")
     monkeypatch.setattr("fp8_backends.compute.hardware.device", lambda: "cpu")
-    monkeypatch.setattr("sys.argv", ["fp8-backends", "advise", "--batches", "0"])
+    monkeypatch.setattr("sys.argv", ["fp8-backends", "advise", "--recipe", "a.txt"])
     started = []
     monkeypatch.setattr("os.execv", lambda *command: started.append(command))
-    assert main() == main() == 2 and "--batches 0" in capsys.readouterr().err
+    assert main() == main() == 2 and "a.txt" in capsys.readouterr().err
     assert started == [(sys.executable, [sys.executable, *sys.orig_argv[1:]])]
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
@@ -180,12 +179,22 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [["--steps", "0"], ["--lr", "-1"], ["--seeds", "two"], ["--nproc", "0"]]
+    "words",
+    [
+        "compare --steps 0",
+        "compare --lr -1",
+        "compare --seeds two",
+        "estimate --devices 0",
+        "estimate --batch many",
+        "advise --batches 0",
+        "config a.yaml --num_processes 0",
+        "monitor --worst 0",
+    ],
 )
-def test_numbers_out_of_range_are_refused(options, capsys):
+def test_numbers_out_of_range_are_refused(words, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["compare", *options])
-    assert ended.value.code == 2 and options[0] in capsys.readouterr().err
+        main(words.split())
+    assert ended.value.code == 2 and words.split()[-2] in capsys.readouterr().err
 
 
 def test_backends_are_resolved_once_and_exclude_the_reference():

@@ -11,7 +11,6 @@ import pytest
 from tools.comparing import (
     RECORD,
     InProcess,
-    Silent,
     check_page,
     compared,
     recorded,

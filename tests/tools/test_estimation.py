@@ -363,7 +363,7 @@ def test_accumulated_gradients_stay_in_fp32():
     assert twice.gradients - once.gradients == pytest.approx(3 * scaled, rel=0.01)
     assert (twice.weights, twice.states) == (once.weights, once.states)
     assert twice.peak > once.peak >= once_released.peak
-    assert refused.refused == "gradient release goes without accumulated microbatches"
+    assert "microbatches cannot accumulate" in refused.refused
 
 
 def test_deepspeed_shards_more_at_each_stage_and_refuses_levels():
