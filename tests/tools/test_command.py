@@ -47,6 +47,7 @@ def test_version(capsys):
     assert ended.value.code == 0 and fp8_backends.__version__ in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_python_dash_m_refuses_an_unknown_command():
     ended = run_python("-m", "fp8_backends", "nonsense")
     assert ended.returncode == 2 and "nonsense" in ended.stderr and "compare" in ended.stderr
@@ -56,10 +57,15 @@ def test_python_dash_m_refuses_an_unknown_command():
 @pytest.mark.nightly
 def test_messages_of_torchao_at_its_import_are_hidden():
     """Use a new interpreter, since a library prints them once. The only line is the command's
-    own."""
+    own. Help imports no command: completion imports all of them, and only then."""
     ask = """if True:
-        import sys
+        import contextlib, io, sys
         from fp8_backends.tools.main import main
+        with contextlib.redirect_stdout(io.StringIO()):
+            main([])
+        prefixes = ("shtab", "fp8_backends.tools.")
+        loaded = [name for name in sys.modules if name.startswith(prefixes)]
+        assert {name.split(".")[2] for name in loaded} == {"completion", "terminal", "main"}, loaded
         main(["estimate", "--params", "5M", "--backend", "natve"])
         print("torchao" in sys.modules)
         """

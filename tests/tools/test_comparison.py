@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import operator
 import os
 import queue
 import signal
@@ -410,25 +409,6 @@ def test_a_short_text_has_fewer_held_out_windows(tmp_path):
         == len(held_out) // 32
         < comparison.settings.held_out_windows
     )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "fitting"),
-    [
-        (1000, (80, 5)),  # the whole request
-        (400, (80, 5)),
-        (399, (80, 4)),
-        (240, (80, 3)),
-        (239, (79, 3)),  # steps are given up for three seeds
-        (60, (20, 3)),
-        (59, (20, 2)),  # seeds only then
-        (20, (20, 1)),
-        (19, (20, 0)),
-        (-50, (20, 0)),  # turn 0 took longer than there was
-    ],
-)
-def test_steps_are_given_up_for_three_seeds(seconds, fitting):
-    assert fit(seconds, 80, 5, operator.mul) == fitting
 
 
 @given(
