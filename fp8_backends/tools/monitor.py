@@ -28,7 +28,7 @@ from ..watch.monitor import (
 from ..words import counted, finite, listed, share, shortened
 from . import page
 from .page import aside, bullets, signed
-from .terminal import Verdict, paragraphs, positive_int, table
+from .terminal import Verdict, paragraphs, positive_int, table, write_text
 
 FORMATS_BY_NAME = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
 MUCH_LOST_DB = 3.0
@@ -76,13 +76,7 @@ def run(args: argparse.Namespace) -> int:
     samples = read_samples(args.file)
     print(json.dumps(as_json(samples), indent=1) if args.json else in_words(samples, args.worst))
     if args.out is not None:
-        try:
-            args.out.write_text(render(samples), encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise FP8BackendError(
-                f"--out {shortened(str(args.out))} cannot be written: {reason}"
-            ) from None
+        write_text(args.out, render(samples))
         print(f"\n{args.out}", file=sys.stderr if args.json else sys.stdout)
     return 0
 

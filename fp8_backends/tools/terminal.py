@@ -14,8 +14,9 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any, Literal, NamedTuple
 
+from ..errors import FP8BackendError
 from ..recipes.fields import OF_FEATURES
-from ..words import in_columns
+from ..words import in_columns, shortened
 
 WIDTH = 100
 """Default width, such as in a file, and maximum width of paragraphs."""
@@ -139,6 +140,15 @@ def environment_without(prefixes: tuple[str, ...]) -> dict[str, str]:
     }
     path = (str(Path(__file__).resolve().parents[2]), kept.get("PYTHONPATH"))
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file that the user has named. Raises `FP8BackendError`."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FP8BackendError(f"{shortened(str(path))} cannot be written: {reason}") from None
 
 
 class Progress:

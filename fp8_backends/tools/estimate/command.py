@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ from ..terminal import (
     paragraphs,
     positive_int,
     table,
+    write_text,
 )
 from .estimates import (
     BASELINE_DTYPES,
@@ -203,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
         if args.simulate:
             report.simulations = simulated(workload, backends, shardings, progress)
     if args.page is not None:
-        Path(args.page).write_text(report.page(), encoding="utf-8")
+        write_text(args.page, report.page())
     print(json.dumps(report.to_dict(), indent=1) if args.json else report)
     return 0
 
