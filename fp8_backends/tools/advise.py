@@ -33,7 +33,7 @@ from .compare.workload import (
 )
 from .config import read
 from .config.training_config import given_fields, yaml_fields
-from .terminal import Progress, paragraphs, table
+from .terminal import Progress, paragraphs, positive_int, table
 
 _DESCRIPTION = """\
 Measures how far a recipe turns the gradients of a model from those of FP32, and tries changes from mild to strong until
@@ -64,9 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a text file or a folder of them (the Python standard library's sources)",
     )
-    add("--batches", type=int, default=4, metavar="N", help="batches to measure with (4)")
-    add("--batch", type=int, default=8, metavar="N", help="sequences in a batch (8)")
-    add("--sequence", type=int, default=128, metavar="N", help="tokens in a sequence (128)")
+    add("--batches", type=positive_int, default=4, metavar="N", help="batches to measure with (4)")
+    add("--batch", type=positive_int, default=8, metavar="N", help="sequences in a batch (8)")
+    add(
+        "--sequence", type=positive_int, default=128, metavar="N", help="tokens in a sequence (128)"
+    )
     add(
         "--min_flops_share",
         type=float,
@@ -84,9 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("batches", "batch", "sequence"):
-        if (value := getattr(args, name)) < 1:
-            raise FP8BackendError(f"--{name} {value}: at least 1")
     if args.recipe is not None:
         check_recipe_path(args.recipe)
     if args.config_file is None:

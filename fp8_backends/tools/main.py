@@ -16,7 +16,6 @@ from ..compute.fields import closest
 from ..errors import FP8BackendError
 from ..words import shortened, shown
 from .completion import SHELLS, completion_script
-from .terminal import spelled
 
 COMMANDS = {
     "examples": (
@@ -91,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # a file of the parent process that has become a pipe keeps its errors
             with contextlib.suppress(OSError):
-                stream.reconfigure(errors=spelled.__name__)
+                stream.reconfigure(errors="replace")
     parser = _Parser(
         prog="fp8-backends",
         description="FP8 training backends by name for Hugging Face Accelerate.",

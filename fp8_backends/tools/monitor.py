@@ -28,7 +28,7 @@ from ..watch.monitor import (
 from ..words import counted, finite, listed, share, shortened
 from . import page
 from .page import aside, bullets, signed
-from .terminal import Verdict, paragraphs, table
+from .terminal import Verdict, paragraphs, positive_int, table, write_text
 
 FORMATS_BY_NAME = {fmt.name: fmt for fmt in (E4M3, E5M2, FP16, BF16, FP32, ROOT8)}
 MUCH_LOST_DB = 3.0
@@ -64,25 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print JSON: every sample's summary, and all tensors"
     )
     parser.add_argument(
-        "--worst", type=int, default=12, metavar="N", help="how many tensors the tables show (12)"
+        "--worst",
+        type=positive_int,
+        default=12,
+        metavar="N",
+        help="how many tensors the tables show (12)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     samples = read_samples(args.file)
-    print(
-        json.dumps(as_json(samples), indent=1)
-        if args.json
-        else in_words(samples, max(args.worst, 1))
-    )
+    print(json.dumps(as_json(samples), indent=1) if args.json else in_words(samples, args.worst))
     if args.out is not None:
-        try:
-            args.out.write_text(render(samples), encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise FP8BackendError(
-                f"--out {shortened(str(args.out))} cannot be written: {reason}"
-            ) from None
+        write_text(args.out, render(samples))
         print(f"\n{args.out}", file=sys.stderr if args.json else sys.stdout)
     return 0
 
@@ -401,22 +395,7 @@ def render(samples: Samples) -> str:
         "What the level stores": _table(STORED_COLUMNS, samples.stored),
         "How to read this": _reading(samples),
     }
-    return page.page("FP8 monitor", facts, findings(samples), _figures(samples), sections)
-
-
-def _figures(samples: Samples) -> list[tuple[str, str]]:
-    casts = samples.casts
-    spoiled = sum(not is_finite(tensor.last) for tensor in samples.tensors)
-    if spoiled:
-        return [("hold an inf or a NaN", f"{spoiled} of {counted(len(samples.tensors), 'tensor')}")]
-    lost = [decibels for tensor in casts if (decibels := lost_db(tensor.last)) is not None]
-    figures = [("most lost below the format's usual SQNR", f"{max(lost):.1f} dB")] if lost else []
-    for key, label in (
-        ("saturated", "largest share clipped"),
-        ("flushed", "largest share flushed to zero"),
-    ):
-        figures += [(label, share(max(tensor.last[key] for tensor in casts)))] if casts else []
-    return figures
+    return page.page("FP8 monitor", facts, findings(samples), sections)
 
 
 def _table(columns: Sequence[str], tensors: list[Tensor]) -> str:

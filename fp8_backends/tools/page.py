@@ -18,25 +18,17 @@ def page(
     title: str,
     facts: Iterable[str],
     verdict: Verdict,
-    figures: Iterable[tuple[str, str]],
     sections: Mapping[str, str],
     badge: str = "",
 ) -> str:
-    """Return a page: facts, the verdict, large figures (label, value), and non-empty HTML sections
-    by title."""
+    """Return a page: facts, the verdict, and non-empty HTML sections by title."""
     style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-    tiles = "".join(
-        f'<div class="tile"><div class="value">{signed(value)}</div><div '
-        f'class="label">{escape(label)}</div></div>'
-        for label, value in figures
-    )
     parts = [
         f"<header>\n<h1>{escape(title)}</h1>",
         f'<p class="machine">{" · ".join(escape(fact) for fact in facts if fact)}</p>',
         (badge and f'<p class="badge">{escape(badge)}</p>') + "</header>",
         f'<div class="verdict {verdict.mood}"><p>{escape(verdict.headline)}</p>',
         (bullets(map(signed, verdict.details)) if verdict.details else "") + "</div>",
-        tiles and f'<div class="tiles">{tiles}</div>',
         *(
             f"<section>\n<h2>{escape(name)}</h2>\n{html}\n</section>"
             for name, html in sections.items()

@@ -4,7 +4,7 @@ terminal."""
 from __future__ import annotations
 
 import argparse
-import codecs
+import math
 import os
 import re
 import shutil
@@ -14,8 +14,9 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any, Literal, NamedTuple
 
+from ..errors import FP8BackendError
 from ..recipes.fields import OF_FEATURES
-from ..words import in_columns
+from ..words import in_columns, shortened
 
 WIDTH = 100
 """Default width, such as in a file, and maximum width of paragraphs."""
@@ -40,6 +41,21 @@ def features_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def positive_number(text: str) -> float:
+    """Read a number above zero, as a type of `argparse`."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be above zero")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """Read a whole number above zero, as a type of `argparse`."""
+    value = int(text)
+    positive_number(text)
+    return value
+
+
 class Verdict(NamedTuple):
     """Top of a report, printed or on a page."""
 
@@ -50,18 +66,6 @@ class Verdict(NamedTuple):
 
     def __str__(self) -> str:
         return "\n".join(map(wrapped, (self.headline, *self.details)))
-
-
-_SPELLED = {"–": "-", "×": "x", "±": "+-", "…": "..."}
-
-
-def spelled(error: UnicodeEncodeError) -> tuple[str, int]:
-    """Spell characters that an encoding lacks, as an error handler of `codecs`."""
-    lacking = error.object[error.start : error.end]
-    return "".join(_SPELLED.get(each, ascii(each)[1:-1]) for each in lacking), error.end
-
-
-codecs.register_error("spelled", spelled)
 
 
 def width() -> int:
@@ -113,9 +117,6 @@ def table(rows: Sequence[Sequence[str]], justify: Literal["left", "right"] = "ri
     """Draw headings and cells, split into parts if too wide; each part begins with the first
     column, left-aligned."""
     columns = width()
-    encoding = sys.stdout.encoding or "utf-8"
-    # before the layout: a spelt character may take more columns
-    rows = [[cell.encode(encoding, "spelled").decode(encoding) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     space = 1 if sum(widths) + len(widths) <= columns + 1 < sum(widths) + 2 * len(widths) else 2
     parts = [[0]]
@@ -139,6 +140,15 @@ def environment_without(prefixes: tuple[str, ...]) -> dict[str, str]:
     }
     path = (str(Path(__file__).resolve().parents[2]), kept.get("PYTHONPATH"))
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file that the user has named. Raises `FP8BackendError`."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FP8BackendError(f"{shortened(str(path))} cannot be written: {reason}") from None
 
 
 class Progress:

@@ -52,11 +52,9 @@ def test_json_has_every_checkpoint(folder, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "code"), [("checkpoint_2", 0), ("checkpoint_3", 1), ("checkpoint_4", 1)]
-)
-def test_the_exit_code_is_0_for_a_whole_checkpoint(name, code, folder, capsys):
-    assert main(["checkpoint", str(folder / name)]) == code
+def test_the_exit_code_is_0_for_a_whole_checkpoint(folder):
+    codes = [main(["checkpoint", str(folder / f"checkpoint_{step}")]) for step in (2, 3, 4)]
+    assert codes == [0, 1, 1]
 
 
 def test_a_folder_without_checkpoints_is_one_line(folder, capsys):

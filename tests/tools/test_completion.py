@@ -97,16 +97,3 @@ def test_without_shtab_one_line_says_how_to_install_it(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == [
         "fp8-backends: --print-completion needs shtab: pip install shtab"
     ]
-
-
-@pytest.mark.nightly
-def test_help_imports_no_command():
-    """Completion imports all of them, and only then."""
-    ask = "import sys; from fp8_backends.tools.main import main; main([]); print([name for name in sys.modules"
-    ask += " if name.startswith(('shtab', 'fp8_backends.tools.')) and name.count('.') == 2])"
-    ended = subprocess.run(
-        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=240, check=True
-    )
-    loaded = ended.stdout.splitlines()[-1]
-    names = ("completion", "terminal", "main")
-    assert loaded == str([f"fp8_backends.tools.{name}" for name in names])

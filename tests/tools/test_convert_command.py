@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import resource
@@ -16,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from widths import nightly_but
 
 from fp8_backends import checkpoints, prepare
 from fp8_backends.checkpoints.exporting import rounded
@@ -44,8 +47,15 @@ def exported(folder, spec: str, format: str = "finegrained_fp8"):
 
 
 @pytest.fixture(scope="module")
-def deepseek(tmp_path_factory):
-    return exported(tmp_path_factory.mktemp("in") / "deepseek", "native:blockwise")
+def source_of(tmp_path_factory):
+    """Export each kind of `SOURCES` once."""
+    folder = tmp_path_factory.mktemp("in")
+    return functools.cache(lambda kind: exported(folder / kind, *SOURCES[kind]))
+
+
+@pytest.fixture(scope="module")
+def deepseek(source_of):
+    return source_of("blocks")
 
 
 def convert(*words, code: int = 0) -> None:
@@ -78,8 +88,8 @@ def read_by_transformers(folder, dtype=torch.float32) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_every_format_becomes_the_values_that_dequantize_reads(kind, tmp_path):
-    source = exported(tmp_path / "in", *SOURCES[kind])
+def test_every_format_becomes_the_values_that_dequantize_reads(kind, source_of, tmp_path):
+    source = source_of(kind)
     target = tmp_path / "out"
     convert(source, target, "--to", "bf16", "--check")
     model = read_by_transformers(source, torch.bfloat16)
@@ -94,10 +104,18 @@ def test_every_format_becomes_the_values_that_dequantize_reads(kind, tmp_path):
     assert {file.name for file in source.glob("*.safetensors")} == {*index.values()}
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("to", ["fp8", "compressed-tensors"])
-def test_codes_that_fit_stay_and_others_are_rounded_once(kind, to, tmp_path):
-    source, target = exported(tmp_path / "in", *SOURCES[kind]), tmp_path / "out"
+ONE_TARGET = [
+    *((kind, "fp8") for kind in ("blocks", "one scale", "rows", "nvfp4")),
+    *((kind, "compressed-tensors") for kind in ("compressed blocks", "rows", "mxfp8", "mxfp4")),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "to"),
+    nightly_but(ONE_TARGET, itertools.product(SOURCES, ("fp8", "compressed-tensors"))),
+)
+def test_codes_that_fit_stay_and_others_are_rounded_once(kind, to, source_of, tmp_path):
+    source, target = source_of(kind), tmp_path / "out"
     convert(source, target, "--to", to, "--check")
     before, tensors = read_by_transformers(source).state_dict(), tensors_of(target)
     fits = kind in ("blocks", "compressed blocks", "one scale") if to == "fp8" else "4" not in kind
@@ -130,11 +148,8 @@ def torchao_file(path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 16)).bfloat16()
     quantize_(model, Float8WeightOnlyConfig(), lambda module, name: name == "0")
-    save_file(
-        *flatten_tensor_state_dict(model.state_dict())[:1],
-        path,
-        flatten_tensor_state_dict(model.state_dict())[1],
-    )
+    tensors, metadata = flatten_tensor_state_dict(model.state_dict())
+    save_file(tensors, path, metadata)
     return {
         name: t.dequantize() if "Float8" in type(t).__name__ else t
         for name, t in model.state_dict().items()
@@ -199,16 +214,8 @@ def test_scales_in_another_file_and_uneven_blocks(tmp_path):
 
 
 def test_a_killed_conversion_is_completed_and_keeps_finished_files(deepseek, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "fp8_backends",
-        "convert",
-        deepseek,
-        tmp_path / "out",
-        "--to",
-        "bf16",
-    ]
+    words = ["convert", deepseek, tmp_path / "out", "--to", "bf16"]
+    command = [sys.executable, "-m", "fp8_backends", *words]
     process = subprocess.Popen(command, env=worker_environment(), stderr=subprocess.DEVNULL)
     names = sorted(file.name for file in deepseek.glob("*.safetensors"))
     first, last = (tmp_path / "out" / names[i] for i in (0, -1))

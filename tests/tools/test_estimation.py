@@ -48,8 +48,6 @@ from fp8_backends.tools.estimate.step_trace import MemoryTracker, StepSettings, 
 
 STATIC, PEAK = 0.03, 0.10
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-RECORDED = json.loads((RESULTS / "estimate_cpu_avx512_bf16.json").read_text())["results"]
-"""Results of `benchmarks/estimate.py`, with larger models."""
 ON_RANKS = json.loads((RESULTS / "wire_cpu_avx2.json").read_text())["results"]
 """Results of `benchmarks/estimate.py` on two ranks."""
 BACKENDS = {
@@ -363,7 +361,7 @@ def test_accumulated_gradients_stay_in_fp32():
     assert twice.gradients - once.gradients == pytest.approx(3 * scaled, rel=0.01)
     assert (twice.weights, twice.states) == (once.weights, once.states)
     assert twice.peak > once.peak >= once_released.peak
-    assert refused.refused == "gradient release goes without accumulated microbatches"
+    assert "microbatches cannot accumulate" in refused.refused
 
 
 def test_deepspeed_shards_more_at_each_stage_and_refuses_levels():
@@ -405,20 +403,6 @@ def test_sent_bytes_and_shares_match_two_recorded_ranks(subtests):
                 assert found.parameters == each["parameters"]
                 assert found.static == pytest.approx(measured["static"], rel=STATIC)
                 assert found.sent + twice == pytest.approx(measured["sent"], rel=bound)
-
-
-def test_every_recorded_model_is_within_the_bounds():
-    results = [each for each in RECORDED if each["ranks"] == 1]
-    levels = {"bf16", "native:dynamic", "msamp:O1", "msamp:O2", "msamp:O3", "ao"}
-    models = {each["model"] for each in results}
-    assert len(models) >= 3
-    assert all(
-        levels <= {each["backend"] for each in results if each["model"] == model}
-        for model in models
-    )
-    for each in results:
-        assert each["ratio"]["static"] == pytest.approx(1, abs=STATIC), each
-        assert each["ratio"]["peak"] == pytest.approx(1, abs=PEAK), each
 
 
 @pytest.mark.nightly

@@ -126,12 +126,16 @@ def test_every_example_is_copied_out_of_the_wheel_and_trains(subtests, tmp_path)
         with subtests.test(command.strip()):
             program, *arguments = shlex.split(command)
             ended = run(*launcher(program), *arguments)
-            losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?([\d.]+\d)", ended.stdout)]
+            losses = losses_and_proof(ended, arguments[-1])
             assert len(losses) > 2 and losses[-1] < 0.8 * losses[0], ended.stdout
-            backend = re.escape(arguments[-1])
-            assert (
-                len(re.findall(rf"^{backend}: \d+/\d+ Linear.* in FP8", ended.stderr, re.M)) == 1
-            ), ended.stderr
+
+
+def losses_and_proof(ended: subprocess.CompletedProcess[str], backend: str) -> list[float]:
+    """Return the printed losses of a training that stated its proof once."""
+    assert ended.returncode == 0, ended.stderr
+    proofs = re.findall(rf"^{re.escape(backend)}: \d+/\d+ Linear.* in FP8", ended.stderr, re.M)
+    assert len(proofs) == 1, ended.stderr
+    return [float(loss) for loss in re.findall(r"\bloss'?:? '?([\d.]+\d)", ended.stdout)]
 
 
 def launcher(program: str) -> list[str]:
@@ -182,13 +186,11 @@ EXPERTS = transformers.MixtralConfig(
     vocab_size=128, num_key_value_heads=2, num_local_experts=4, **SIZES
 )
 QWEN3 = transformers.Qwen3Config(vocab_size=128, head_dim=32, num_key_value_heads=4, **SIZES)
+LLAMA = transformers.LlamaConfig(vocab_size=128, **SIZES)
 MAKE = {
-    "llama": language_model(CAUSAL, transformers.LlamaConfig(vocab_size=128, **SIZES)),
-    "qwen3_lora": language_model(
-        CAUSAL,
-        transformers.Qwen3Config(vocab_size=128, head_dim=32, num_key_value_heads=4, **SIZES),
-    ),
-    "sft_24gb": language_model(CAUSAL, transformers.LlamaConfig(vocab_size=128, **SIZES)),
+    "llama": language_model(CAUSAL, LLAMA),
+    "qwen3_lora": language_model(CAUSAL, QWEN3),
+    "sft_24gb": language_model(CAUSAL, LLAMA),
     "mixtral": language_model(CAUSAL, EXPERTS),
     "bert": language_model(MASKED, transformers.BertConfig(vocab_size=128, **SIZES)),
     "vit": image_model,
@@ -214,12 +216,8 @@ def test_the_real_command_trains_from_a_checkpoint_and_data(name, tmp_path):
         "ACCELERATE_USE_CPU": "true",
     }
     ended = warm_process.run(*launcher(program), *words, *small, cwd=tmp_path, env=environment)
-    assert ended.returncode == 0, ended.stderr
-    losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?([\d.]+\d)", ended.stdout)]
+    losses = losses_and_proof(ended, words[-1])
     assert losses and all(map(math.isfinite, losses)), ended.stdout
-    assert len(re.findall(rf"^{words[-1]}: \d+/\d+ Linear.* in FP8", ended.stderr, re.M)) == 1, (
-        ended.stderr
-    )
     if name == "llama":
         layers = json.loads((tmp_path / "llama-fp8" / "config.json").read_text())[
             "quantization_config"
@@ -236,19 +234,9 @@ def unpacked_wheel(folder: Path) -> Path:
     shutil.copytree(
         ROOT / "fp8_backends", source / "fp8_backends", ignore=shutil.ignore_patterns("__pycache__")
     )
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-cache-dir",
-    ]
-    built = subprocess.run(
-        [*pip, "-w", str(folder), str(source)], capture_output=True, text=True, timeout=240
-    )
+    words = "-m pip wheel --quiet --no-deps --no-build-isolation --no-cache-dir -w"
+    command = [sys.executable, *words.split(), str(folder), str(source)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:

@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 from fp8_backends.compute import chips, rates
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.tools.estimate import ModelShape, Workload, estimate
-from fp8_backends.tools.estimate.command import changes
 from fp8_backends.tools.estimate.step_time import TIMED, spread_of
 from fp8_backends.tools.main import main
 
@@ -264,32 +263,29 @@ def test_batch_zero_is_the_largest_that_fits():
 
 
 @pytest.mark.nightly
-def test_changes_are_listed_with_their_bytes_where_nothing_fits():
-    workload = Workload(model=llama(), sequence=256, memory=2**25, chip="h200")
-    found = changes(workload, estimate(workload, ["bf16", "msamp:O4"]), lambda title: None)
-    titles = [each.title for each in found]
+def test_changes_are_listed_with_their_bytes_where_nothing_fits(tmp_path, capsys):
+    llama().config.save_pretrained(tmp_path)
+    usable = 0.92 * 2**25
+    options = f"--chip {2**25 / 2**30} --sequence 256 --backend bf16,msamp:O4 --json"
+    assert main(["estimate", str(tmp_path), *options.split()]) == 0
+    found = json.loads(capsys.readouterr().out)["changes"]
+    titles = [each["title"] for each in found]
     assert titles[:3] == ["activation checkpointing", "level O4", "O4, gradient release"]
     assert "LoRA, rank 16, bf16 base" in titles and titles[-1].endswith("devices")
-    fitting = [each.estimate for each in found if each.estimate.fits]
-    assert fitting and fitting[0].time, "the mildest has a time"
-    assert all((each.estimate.peak <= 0.92 * 2**25) == bool(each.estimate.fits) for each in found)
+    assert any(each["estimate"]["fits"] for each in found)
+    assert all((each["estimate"]["peak"] <= usable) == each["estimate"]["fits"] for each in found)
+    # its options are those to paste
+    words = [*options.split(), *found[2]["options"].split()]
+    assert main(["estimate", str(tmp_path), *words]) == 0
+    (pasted,) = json.loads(capsys.readouterr().out)["estimates"]
+    assert pasted["peak"] == found[2]["estimate"]["peak"]
 
 
 def test_screen_answers_three_questions_and_writes_a_page(tmp_path, capsys):
     llama().config.save_pretrained(tmp_path)
     page = tmp_path / "page.html"
-    options = [
-        "--chip",
-        "h100",
-        "--batch",
-        "2",
-        "--sequence",
-        "256",
-        "--compile",
-        "--page",
-        str(page),
-    ]
-    assert main(["estimate", str(tmp_path), *options, "--backend", "bf16,native:dynamic"]) == 0
+    options = "--chip h100 --batch 2 --sequence 256 --compile --backend bf16,native:dynamic"
+    assert main(["estimate", str(tmp_path), *options.split(), "--page", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()
     answers = {
         line.split()[0]: line
@@ -302,5 +298,4 @@ def test_screen_answers_three_questions_and_writes_a_page(tmp_path, capsys):
     )
     assert "time of a step, compiled" in lines and max(map(len, lines)) <= 100
     assert "Time of a step" in page.read_text(encoding="utf-8")
-    for wrong in (["--batch", "many"], ["--frozen-fp8"]):
-        assert main(["estimate", str(tmp_path), *wrong]) != 0
+    assert main(["estimate", str(tmp_path), "--frozen-fp8"]) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from widths import nightly
 import fp8_backends
 from fp8_backends.errors import RecipeError
 from fp8_backends.tools.compare import command as compare
-from fp8_backends.tools.compare import summary, training_run
-from fp8_backends.tools.compare.command import announce, conclude
+from fp8_backends.tools.compare import training_run
 from fp8_backends.tools.compare.measuring import autocast_copies, peak_memory, sent_bytes
 from fp8_backends.tools.compare.training_run import Run
 from fp8_backends.tools.compare.workload import load_text
@@ -74,18 +72,6 @@ def test_training_lowers_the_loss_in_every_backend(tmp_path):
         assert len(losses) == 40 and sum(losses[-5:]) / 5 < losses[0] - 1.0
 
 
-@pytest.mark.slow
-def test_peak_memory_falls_with_inputs_saved_in_fp8(tmp_path):
-    # 16 x 64 tokens: activations outweigh the tiny model's weights
-    comparison = compared(tmp_path, "native:dynamic", seeds=1, steps=1, batch=16, sequence=64)
-    peaks = {
-        b: found["inspection"]["peak_memory_bytes"]
-        for b, found in comparison.results["backends"].items()
-    }
-    resting = comparison.results["backends"]["bf16"]["inspection"]["parameters"] * 12
-    assert resting < peaks["native:dynamic"] < peaks["bf16"]
-
-
 def test_bytes_per_parameter_include_copies(comparison):
     rows = {
         row["backend"]: row["bytes_per_parameter"] for row in comparison.results["summary"]["rows"]
@@ -105,17 +91,6 @@ def test_a_frozen_layer_fails(tmp_path, backend):
     assert not passed[MOVED] and passed[GRADIENTS] and comparison.failed
     assert checks_by_name(comparison, "bf16")[MOVED]
     assert comparison.results["backends"][backend]["runs"][0]["unmoved"] == [
-        "model.layers.0.self_attn.q_proj.weight"
-    ]
-
-
-@pytest.mark.parametrize("backend", ["native:dynamic", nightly("ao:tensorwise")])
-def test_a_flipped_weight_gradient_fails(tmp_path, backend):
-    comparison = planted("flipped-wgrad", tmp_path, backend, seeds=1, steps=2)
-    passed = checks_by_name(comparison, backend)
-    assert not passed[GRADIENTS] and passed[MOVED] and comparison.failed
-    cosines = comparison.results["backends"][backend]["inspection"]["first_gradient_cosines"]
-    assert [name for name, cosine in cosines.items() if cosine < 0] == [
         "model.layers.0.self_attn.q_proj.weight"
     ]
 
@@ -172,11 +147,6 @@ def test_saved_activations_apply_to_every_run(tmp_path):
         asked("--saved-activations", "fp9")
 
 
-@pytest.fixture(scope="module")
-def fp32_comparison(tmp_path_factory):
-    return compared(tmp_path_factory.mktemp("fp32"), "native:dynamic", reference="fp32")
-
-
 def test_the_reference_is_the_precision_around_fp8(tmp_path):
     for reference in ("bf16", "fp32"):
         settings = tiny_settings(tmp_path, reference=reference)
@@ -198,38 +168,6 @@ def test_gradients_are_compared_with_the_reference(tmp_path):
         run.backward(0)
         cosines[reference] = min(run.gradient_cosines().values())
     assert cosines["fp32"] > 1 - 1e-12 > 1 - 1e-6 > cosines["bf16"]
-
-
-def test_every_text_names_fp32(fp32_comparison, capsys):
-    announce(fp32_comparison.settings)
-    conclude(fp32_comparison)
-    printed, page = capsys.readouterr().out, (fp32_comparison.output / "report.html").read_text()
-    for text in (printed, page):
-        # the products' name, the machine's instructions
-        ours = re.sub(r"bf16-exact|cpu bf16 products", "", text)
-        assert "bf16" not in ours
-        for expected in (
-            "gap to fp32",
-            "own spread from seed to seed",
-            "the reference: no autocast",
-            "% vs fp32",
-        ):
-            assert expected in ours
-    assert "nats above fp32" in page and "fp32 around FP8" in page and "against fp32" in printed
-    assert fp32_comparison.results["settings"]["reference"] == "fp32"
-    assert isinstance(fp32_comparison.results["machine"]["cpu_bf16_products"], bool)
-
-
-def test_checks_and_gaps_refer_to_fp32(fp32_comparison):
-    passed = checks_by_name(fp32_comparison, "native:dynamic")
-    assert passed["same initial weights and data order as fp32"]
-    assert passed["gradients at the initial weights point where fp32's do"]
-    assert "held-out loss at most 0.01 nats above fp32's" in passed
-    assert set(checks_by_name(fp32_comparison, "fp32")) == {
-        "every trainable parameter moved",
-        "every loss is finite",
-    }
-    assert summary.gap_to_reference(fp32_comparison.results, "native:dynamic").pairs == 2
 
 
 def test_peak_memory_is_resting_memory_plus_the_highest_point():
@@ -264,12 +202,8 @@ def test_autocast_copies_exclude_activations_of_the_same_shape():
     assert copies == {"0.weight": 32 * 32 * 2, "2.weight": 32 * 48 * 2}
     loss.backward()  # the hooks leave the graph usable
     assert model[0].weight.grad is not None
-
-
-def test_without_autocast_there_are_no_copies():
-    model = nn.Linear(32, 48)
     with autocast_copies(model) as copies:
-        model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+        model(inputs)
     assert copies == {}
 
 
@@ -280,37 +214,20 @@ def four_ranks():
     dist.destroy_process_group()
 
 
-def collectives(part, whole):
-    """A call of each kind, with the part or the whole of four parts as the input."""
-    return {
-        "all_reduce": lambda: dist.all_reduce(part),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(part), part),
-        "broadcast": lambda: dist.broadcast(part, 0),
-        "functional": lambda: wait_tensor(all_gather_tensor(part, 0, dist.group.WORLD)),
-        "barrier": dist.barrier,
-    }
-
-
 @pytest.mark.usefixtures("four_ranks")
-@pytest.mark.parametrize(
-    ("collective", "share"),
-    [
-        ("all_reduce", 1.5),
-        ("all_gather", 3),
-        ("reduce_scatter", 4 * 0.75),
-        ("all_to_all", 0.75),
-        ("broadcast", 0.75),
-        ("functional", 3),
-        ("barrier", 0),
-    ],
-)
-def test_a_rank_of_four_sends_its_share_of_each_collective(collective, share):
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        part = torch.zeros(100, dtype=dtype)
-        call = collectives(part, torch.zeros(400, dtype=dtype))[collective]
-        assert sent_bytes(call) == part.nbytes * share
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_rank_of_four_sends_its_share_of_each_collective(dtype):
+    part, whole = torch.zeros(100, dtype=dtype), torch.zeros(400, dtype=dtype)
+    shares = (
+        (1.5, lambda: dist.all_reduce(part)),
+        (3, lambda: dist.all_gather_into_tensor(whole, part)),
+        (4 * 0.75, lambda: dist.reduce_scatter_tensor(part, whole)),
+        (0.75, lambda: dist.all_to_all_single(torch.empty_like(part), part)),
+        (0.75, lambda: dist.broadcast(part, 0)),
+        (3, lambda: wait_tensor(all_gather_tensor(part, 0, dist.group.WORLD))),
+        (0, dist.barrier),
+    )
+    assert [sent_bytes(call) for _, call in shares] == [part.nbytes * each for each, _ in shares]
 
 
 @pytest.mark.usefixtures("four_ranks")

@@ -110,8 +110,7 @@ def settings(tmp_path):
     return made
 
 
-@pytest.mark.parametrize("reference", ["bf16", nightly("fp32")])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "reference"), [("bert", "bf16"), nightly("opt", "fp32")])
 def test_analytically_zero_gradient_is_named_and_not_judged(tmp_path, name, reference):
     config, blind = MODELS[name]
     config.save_pretrained(tmp_path / "model")
@@ -128,7 +127,7 @@ def test_analytically_zero_gradient_is_named_and_not_judged(tmp_path, name, refe
     assert comparison.results["task"] == {"bert": MASKED, "opt": CAUSAL}[name]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [nightly("bert"), "opt"])
 def test_flipped_gradient_fails_despite_an_unjudged_one(tmp_path, name):
     config, blind = MODELS[name]
     config.save_pretrained(tmp_path / "model")
@@ -178,20 +177,8 @@ def test_a_model_without_a_task_is_refused(settings, tmp_path, capsys, config):
     found = settings(config, sequence=8)
     with pytest.raises(FP8BackendError, match="neither a causal nor a masked language model"):
         task(found)
-    assert (
-        main(
-            [
-                "compare",
-                "--model",
-                found.model,
-                "--sequence",
-                "8",
-                "--output",
-                str(tmp_path / "out"),
-            ]
-        )
-        == 2
-    )
+    arguments = ["--model", found.model, "--sequence", "8", "--output", str(tmp_path / "out")]
+    assert main(["compare", *arguments]) == 2
     error = capsys.readouterr().err
     assert (
         f"type {config.model_type}" in error
@@ -201,7 +188,7 @@ def test_a_model_without_a_task_is_refused(settings, tmp_path, capsys, config):
 
 
 def test_too_few_positions_are_an_error_before_anything_starts(settings):
-    with pytest.raises(FP8BackendError, match="--sequence 65 exceeds the model's 64 positions"):
+    with pytest.raises(FP8BackendError, match="65 tokens exceeds the model's 64 positions"):
         task(settings(BertConfig(**BERT), sequence=65))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from ..terminal import (
     duration,
     features_of,
     paragraphs,
+    positive_int,
+    positive_number,
     table,
     wrapped,
 )
@@ -49,8 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     nproc = (
         "train on N ranks with DDP, over gloo on a CPU and NCCL on GPUs; they share each batch (1)"
     )
-    count = _positive(int)
-    number = _positive(float)
     add = parser.add_argument
     backends = f"backend strings, and of {', '.join(BASELINES)} ({default})"
     add("--backends", default=default, metavar="A,B,…", help=backends)
@@ -62,26 +63,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--model", metavar="CONFIG", help=model)
     add(
-        "--megabytes", type=number, default=8.0, metavar="N", help="read at most this much text (8)"
+        "--megabytes",
+        dest="limit_mb",
+        type=positive_number,
+        default=Settings.limit_mb,
+        metavar="N",
+        help="read at most this much text (8)",
     )
-    add("--steps", type=count, metavar="N", help="training steps (80; on a GPU with FP8, 60)")
-    add("--seeds", type=count, metavar="N", help="runs of each backend (5; on a GPU with FP8, 3)")
-    add("--minutes", type=number, metavar="M", help=minutes)
-    add("--batch", type=count, metavar="N", help="sequences in a batch (8; on a GPU with FP8, 2)")
+    add(
+        "--steps", type=positive_int, metavar="N", help="training steps (80; on a GPU with FP8, 60)"
+    )
+    add(
+        "--seeds",
+        type=positive_int,
+        metavar="N",
+        help="runs of each backend (5; on a GPU with FP8, 3)",
+    )
+    add("--minutes", type=positive_number, metavar="M", help=minutes)
+    add(
+        "--batch",
+        type=positive_int,
+        metavar="N",
+        help="sequences in a batch (8; on a GPU with FP8, 2)",
+    )
     add(
         "--sequence",
-        type=count,
+        type=positive_int,
         metavar="N",
         help="tokens in a sequence (128; on a GPU with FP8, 4096)",
     )
-    add("--held_out", type=number, default=Settings.held_out_share, metavar="X", help=held_out)
+    add(
+        "--held_out",
+        dest="held_out_share",
+        type=positive_number,
+        default=Settings.held_out_share,
+        metavar="X",
+        help=held_out,
+    )
     add(
         "--lr",
-        type=number,
+        type=positive_number,
         metavar="X",
         help="highest learning rate, decayed to zero (1e-3; on a GPU with FP8, 3e-4)",
     )
-    add("--nproc", type=count, default=1, metavar="N", help=nproc)
+    add("--nproc", type=positive_int, default=1, metavar="N", help=nproc)
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -138,23 +163,19 @@ def settings_from(args: argparse.Namespace) -> Settings:
     """Return the settings; `run` resolves the backends later, after the first line, because that
     takes seconds."""
     device = hardware.device()
-    values = defaults(fast_fp8(device))
-    given = {
-        name: getattr(args, name)
-        for name in ("steps", "seeds", "batch", "sequence", "lr", "compile")
+    names = {field.name for field in fields(Settings)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    values = defaults(fast_fp8(device)) | {
+        name: value for name, value in given.items() if value is not None
     }
-    values |= {name: value for name, value in given.items() if value is not None}
     check_ranks(args.nproc, values["batch"], device)
+    values["backends"] = tuple(filter(None, map(str.strip, args.backends.split(","))))
+    values.setdefault("reference", hardware.fast_precision(device))
     return Settings(
-        backends=tuple(filter(None, (word.strip() for word in args.backends.split(",")))),
-        reference=args.reference or hardware.fast_precision(device),
-        limit_mb=args.megabytes,
-        held_out_share=args.held_out,
+        **values,
         loss_gap_bound=summary.LOSS_GAP_BOUND,
         device=device,
         features=features_of(args),
-        **{name: getattr(args, name) for name in ("text", "model", "minutes", "nproc")},
-        **values,
     )
 
 
@@ -169,10 +190,6 @@ def check_ranks(ranks: int, batch: int, device: str) -> None:
         raise BackendUnavailableError(
             f"--nproc {ranks}: this machine has {torch.cuda.device_count()} GPUs, and each rank "
             "needs one; CUDA_VISIBLE_DEVICES= trains on the CPU"
-        )
-    if ranks > 1 and not torch.distributed.is_available():
-        raise BackendUnavailableError(
-            f"--nproc {ranks}: this build of torch {torch.__version__} has no distributed"
         )
 
 
@@ -195,17 +212,6 @@ def backend_names(words: Iterable[str], reference: str) -> tuple[str, ...]:
         names[word if names_file(word) else recipe.name] = None
     names.pop(reference, None)
     return tuple(names)
-
-
-def _positive(kind: type):
-    def parse(text: str):
-        value = kind(text)
-        if not value > 0 or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"{text}: must be above zero")
-        return value
-
-    parse.__name__ = kind.__name__
-    return parse
 
 
 _MARKS = {True: "ok", False: "FAIL", None: "?"}

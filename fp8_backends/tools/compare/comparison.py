@@ -447,7 +447,7 @@ def worker_environment() -> dict[str, str]:
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 FORWARD = 1 / 3

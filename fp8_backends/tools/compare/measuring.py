@@ -19,9 +19,9 @@ from ...words import counted
 
 def peak_memory(
     step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> int | None:
-    """Return the highest bytes of tensors in a step: PyTorch's allocator on a GPU, the profiler on
-    a CPU, or None."""
+) -> int:
+    """Return the highest bytes of tensors in a step: by PyTorch's allocator on a GPU, by the
+    profiler on a CPU."""
     if next(model.parameters()).is_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -35,15 +35,10 @@ def peak_memory(
     resting = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
-    try:
-        events = [
-            event
-            for event in profiled.profiler.kineto_results.events()
-            if event.name() == "[memory]"
-        ]
-        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    except AttributeError:
-        return None
+    events = [
+        event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return resting + max(itertools.accumulate(changes, initial=0))
 
 

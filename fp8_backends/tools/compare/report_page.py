@@ -1,5 +1,6 @@
 """Render `report.html`, one self-contained file that shows a comparison, finished or not."""
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from html import escape
 from ...words import counted
 from .. import page
 from ..page import aside, bullets, signed
-from ..terminal import change, with_minus_signs
+from ..terminal import with_minus_signs
 from . import summary
 from .summary import Results, Row
 from .workload import BASELINES
@@ -53,27 +54,7 @@ def render(results: Results) -> str:
     }
     badge = results["note"] if results["status"] == "finished" else ""  # else the verdict says it
     verdict = summary.verdict(results)
-    return page.page(
-        "FP8 backends compared", facts, verdict, _figures(results, rows), sections, badge
-    )
-
-
-def _figures(results: Results, rows: list[Row]) -> list[tuple[str, str]]:
-    fp8 = [row for row in rows if row.backend not in BASELINES]
-    reference = summary.reference_of(results)
-    figures = []
-    gaps = [row.gap for row in fp8 if row.gap is not None]
-    if gaps and all(math.isfinite(gap.mean) for gap in gaps):
-        figures.append(
-            (f"largest loss gap to {reference}, nats", str(max(gaps, key=lambda gap: gap.mean)))
-        )
-    speeds = [row.speed_ratio for row in fp8 if row.speed_ratio]
-    memory = [row.memory_ratio for row in fp8 if row.memory_ratio]
-    if speeds:
-        figures.append((f"best speed against {reference}", change(max(speeds))))
-    elif memory:
-        figures.append((f"best peak memory against {reference}", change(min(memory))))
-    return figures
+    return page.page("FP8 backends compared", facts, verdict, sections, badge)
 
 
 def _table(results: Results, rows: list[Row], colors: dict[str, str]) -> str:
@@ -248,27 +229,6 @@ def _reading(results: Results) -> str:
 
 
 def _settings(results: Results) -> str:
-    settings = results["settings"]
-    elsewhere = ("text", "backends", "shape", "features")
-    values = {
-        "task": results["task"],
-        "text": results["text"]["description"],
-        "text sha256": results["text"]["sha256"],
-        "held-out windows": results["held_out_windows"],
-        **{
-            key: value
-            for key, value in settings.items()
-            if key not in elsewhere and value is not None
-        },
-        **settings["features"],
-    }
-    if settings["model"] is None:
-        values["model"] = "Llama, " + ", ".join(
-            f"{key} {value}" for key, value in settings["shape"].items()
-        )
-    if inspection := results["backends"][summary.reference_of(results)]["inspection"]:
-        values["parameters"] = f"{inspection['parameters']:,}"
-    for kind, group in (("asked", "asked"), ("version", "versions"), ("machine", "machine")):
-        values |= {f"{kind}: {name}": value for name, value in results[group].items()}
-    pairs = ((escape(name.replace("_", " ")), escape(str(value))) for name, value in values.items())
-    return f"<dl>{''.join(f'<dt>{name}</dt><dd>{value}</dd>' for name, value in pairs)}</dl>"
+    shown = ("task", "text", "asked", "settings", "machine", "versions")
+    text = json.dumps({name: results[name] for name in shown}, indent=1, ensure_ascii=False)
+    return f"<pre>{escape(text)}</pre>"

@@ -71,7 +71,7 @@ def take_turn(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         dist.barrier()
     report("inspected" if seed == FIRST_STEPS else "run", **values)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...compute import hardware
 from ...errors import FP8BackendError
-from ...words import counted, first_line, readable_bytes
+from ...words import counted, readable_bytes
 
 BASELINES = ("bf16", "fp32", "fp16")
 REFERENCES = ("bf16", "fp32")
@@ -256,7 +256,6 @@ def build_model(settings: Settings, vocab_size: int, seed: int) -> nn.Module:
         # a multiple of 16 above the text's tokens has room for the mask, and lets an output head
         # fit FP8
         config.vocab_size = max(config.vocab_size, vocab_size + 16 * masked)
-        config.use_cache = False
         # ids of the model's own tokenizer mean other tokens here, but RoBERTa counts positions from
         # its padding id
         for name in _SPECIAL_TOKENS[: 2 if masked else 3]:
@@ -310,20 +309,8 @@ def _task(config) -> str:
 
 
 def _config(settings: Settings) -> Any:
-    from transformers import AutoConfig
+    from ..estimate.model_shapes import ModelShape, read_config  # takes seconds
 
-    path = Path(settings.model)
-    if not path.exists():
-        raise FP8BackendError(f"--model {path}: there is no such config.json or folder")
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers raises anything for a broken file
-        raise FP8BackendError(
-            f"--model {path}: no configuration for transformers ({first_line(error)})"
-        ) from error
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and longest < settings.sequence:
-        raise FP8BackendError(
-            f"--sequence {settings.sequence} exceeds the model's {longest} positions"
-        )
+    config = read_config(settings.model)
+    ModelShape(settings.model, config).check_sequence(settings.sequence)
     return config

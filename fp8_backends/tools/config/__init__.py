@@ -7,17 +7,16 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ...errors import FP8BackendError, RecipeError
+from ...errors import RecipeError
 from ...recipes.handlers import chosen_by_auto
 from ...recipes.sources import read_file
 from ...rules.validate import Finding
 from ...words import counted
-from ..terminal import paragraphs
+from ..terminal import paragraphs, positive_int, write_text
 from .accelerate_config import read_accelerate
 from .axolotl_config import read_axolotl
 from .training_config import TrainingConfig, given_fields
@@ -89,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--num_processes",
         "--num-processes",
-        type=int,
+        type=positive_int,
         metavar="N",
         help="how many will train, over all machines",
     )
@@ -111,8 +110,6 @@ def run(args: argparse.Namespace) -> int:
         return _new(args)
     if args.file is None:
         raise RecipeError("name a configuration file, or give --new to write one")
-    if args.num_processes is not None and args.num_processes < 1:
-        raise RecipeError(f"--num_processes {args.num_processes}: at least 1 is wanted")
     config = read(args.file, args.system, args.num_processes)
     if args.backend is not None:
         config.use(args.backend)
@@ -126,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     if written is not None:
         text = _as_yaml(written)
         if args.output:
-            _write(args.output, text)
+            write_text(args.output, text)
         if not args.json:
             launch = f"train with it: fp8-backends launch --config_file {args.output} SCRIPT"
             print(f"\nwritten: {args.output}; {launch}" if args.output else text.rstrip("\n"))
@@ -146,7 +143,7 @@ def _new(args: argparse.Namespace) -> int:
     path, config, chip = new_config(args.file)
     written = config.for_accelerate()
     text = _as_yaml(written)
-    _write(path, text)
+    write_text(path, text)
     print(
         f"\n{explained(config, config.findings(chip))}\n\nwritten to "
         f"{path}:\n\n{textwrap.indent(text, '    ')}"
@@ -158,13 +155,6 @@ def _new(args: argparse.Namespace) -> int:
 
 def _as_yaml(written: dict[str, Any]) -> str:
     return _WITHOUT_IMPORT * ("fp8_config" in written) + yaml.safe_dump(written, sort_keys=False)
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise FP8BackendError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 _WITHOUT_IMPORT = """\

@@ -4,12 +4,12 @@ runs."""
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +23,16 @@ from ...rules import BY_NAME
 from ...rules.validate import validate
 from ...words import share
 from .. import page
-from ..terminal import Progress, Verdict, add_feature_flags, features_of, paragraphs, table
+from ..terminal import (
+    Progress,
+    Verdict,
+    add_feature_flags,
+    features_of,
+    paragraphs,
+    positive_int,
+    table,
+    write_text,
+)
 from .estimates import (
     BASELINE_DTYPES,
     SHARDINGS,
@@ -59,9 +68,12 @@ MOST_DEVICES = 1024
 
 class Device(NamedTuple):
     title: str
-    memory: float
+    memory: float | None
     chip: str | None = None
     """A name in `chips.CARDS`, if known."""
+
+
+UNKNOWN = Device("", None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a config.json of transformers, its folder, or the name of a cached model",
     )
     add("--params", help="instead of a model: a Llama of so many parameters (8B, 350M)")
-    add("--devices", type=int, default=1, help="how many train it (default: 1)")
+    add("--devices", type=positive_int, default=1, help="how many train it (default: 1)")
     add(
         "--chip",
         "--device",
@@ -93,13 +105,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--batch",
-        default="1",
+        type=_batch,
+        default=1,
         help='samples of one device at a time, or "largest" that fits (default: 1)',
     )
     add(
-        "--sequence", type=int, help="tokens of a sequence (default: 2048, or what the model takes)"
+        "--sequence",
+        type=positive_int,
+        help="tokens of a sequence (default: 2048, or what the model takes)",
     )
-    add("--microbatches", type=int, default=1, help="accumulated before a step (default: 1)")
+    add(
+        "--microbatches",
+        type=positive_int,
+        default=1,
+        help="accumulated before a step (default: 1)",
+    )
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
     add_feature_flags(parser)
     add(
@@ -112,7 +132,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="at levels: keep masters, residuals and states in the memory of the host",
     )
-    add("--cores", type=int, help="of the host for each device, with --offload (default: all)")
+    add(
+        "--cores",
+        type=positive_int,
+        help="of the host for each device, with --offload (default: all)",
+    )
     add(
         "--lora",
         type=int,
@@ -141,21 +165,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON, in bytes")
 
 
+def _batch(text: str) -> int:
+    return 0 if text == "largest" else positive_int(text)
+
+
 def run(args: argparse.Namespace) -> int:
     if (args.model is None) == (args.params is None):
         raise FP8BackendError(
             "name a model (config.json, folder, or a cached model), or give --params, one of both"
         )
-    if args.batch == "largest":
-        args.batch = None
-    elif args.batch.isdecimal():
-        args.batch = int(args.batch)
-    else:
-        raise FP8BackendError(f'--batch {args.batch}: a whole number, or "largest"')
-    for name in ("devices", "batch", "sequence", "microbatches", "cores"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise FP8BackendError(f"--{name} {value}: at least 1")
     if args.frozen_fp8 and not args.lora:
         raise FP8BackendError(
             "--frozen-fp8 holds the frozen base of --lora RANK: name a rank, such as 16"
@@ -171,37 +189,21 @@ def run(args: argparse.Namespace) -> int:
             f"--sequence {args.sequence}: the model reads images, which have no tokens: leave it "
             "out"
         )
-    workload = Workload(
-        model=model,
-        batch=args.batch or 0,
-        sequence=args.sequence or min(SEQUENCE, model.longest or SEQUENCE),
-        checkpointing=args.checkpointing,
-        weights=args.weights,
-        devices=args.devices,
-        memory=device.memory,
-        chip=device.chip,
-        compiled=args.compile,
-        microbatches=args.microbatches,
-    )
-    if args.cores is not None:
-        workload.cores = args.cores
+    workload = workload_of(args, model, device)
     with Progress(f"tracing a training step of {model.title}") as progress:
-        names = _listed("--backend", args.backend or (LORA_BACKENDS if args.lora else BACKENDS))
-        backends = [
-            name if name.lower() in BASELINE_DTYPES else _with_flags(name, args) for name in names
-        ]
         shardings = ["none"] if args.devices == 1 else ["ddp", "fsdp2"]
         if args.sharding is not None:
             shardings = _listed("--sharding", args.sharding.lower())
+        backends = backends_of(args)
         report = Report(workload, device, estimate(workload, backends, shardings, progress))
         in_fp8 = [each.backend for each in report.estimates if each.flops_share]
         report.advice = fp8_advice(model, device, in_fp8)
         if not any(each.fits for each in report.estimates):
-            report.smaller = changes(workload, report.estimates, progress)
+            report.smaller = changes(args, workload, device, report.known, progress)
         if args.simulate:
             report.simulations = simulated(workload, backends, shardings, progress)
     if args.page is not None:
-        Path(args.page).write_text(report.page(), encoding="utf-8")
+        write_text(args.page, report.page())
     print(json.dumps(report.to_dict(), indent=1) if args.json else report)
     return 0
 
@@ -237,14 +239,42 @@ def simulated(
     return found
 
 
-def _with_flags(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Add the flags' fields to a backend; a field of levels goes to levels, a field of others to
-    the others."""
-    is_level = resolve(name).level != "O0"
-    more = {"gradient_release": True} if args.gradient_release and is_level else {}
-    more |= {"offload": "states"} if args.offload and is_level else {}
-    more |= {"fp8_params": True} if args.frozen_fp8 and not is_level else {}
-    return {"backend": name, **features_of(args), **more}
+def workload_of(args: argparse.Namespace, model: ModelShape, device: Device) -> Workload:
+    cores = {} if args.cores is None else {"cores": args.cores}
+    if args.lora != model.lora:
+        model = replace(model, lora=args.lora)
+    return Workload(
+        model=model,
+        batch=args.batch,
+        sequence=args.sequence or min(SEQUENCE, model.longest or SEQUENCE),
+        checkpointing=args.checkpointing,
+        weights=args.weights,
+        devices=args.devices,
+        memory=device.memory,
+        chip=device.chip,
+        compiled=args.compile,
+        microbatches=args.microbatches,
+        **cores,
+    )
+
+
+def backends_of(args: argparse.Namespace) -> list[str | dict[str, Any]]:
+    """Return the backends with the flags' fields: some are of levels only, others of all others."""
+    found = []
+    for name in _listed("--backend", args.backend or (LORA_BACKENDS if args.lora else BACKENDS)):
+        if name.lower() in BASELINE_DTYPES:
+            found.append(name)
+            continue
+        recipe = {"backend": name, **features_of(args)}
+        is_level = resolve(name).level != "O0"
+        if args.gradient_release and is_level:
+            recipe["gradient_release"] = True
+        if args.offload and is_level:
+            recipe["offload"] = "states"
+        if args.frozen_fp8 and not is_level:
+            recipe["fp8_params"] = True
+        found.append(recipe)
+    return found
 
 
 class Change(NamedTuple):
@@ -254,98 +284,79 @@ class Change(NamedTuple):
     estimate: Estimate
 
 
+_LORA = f"--lora {LORA_RANK}"
+_RELEASED = "--backend msamp:O4 --gradient-release"
+_SMALLER = {
+    "level O4": "--backend msamp:O4",
+    "O4, gradient release": _RELEASED,
+    "O4, release and checkpointing": f"{_RELEASED} --checkpointing",
+    "O4, release, checkpointing and offload": f"{_RELEASED} --checkpointing --offload",
+    f"LoRA, rank {LORA_RANK}, bf16 base": f"{_LORA} --backend native:dynamic",
+    "LoRA, FP8 base": f"{_LORA} --backend native:dynamic --frozen-fp8",
+    f"LoRA and checkpointing, rank {LORA_RANK}, bf16 base": (
+        f"{_LORA} --checkpointing --backend native:dynamic"
+    ),
+    "LoRA and checkpointing, FP8 base": (
+        f"{_LORA} --checkpointing --backend native:dynamic --frozen-fp8"
+    ),
+}
+"""Changes of a full training, from the mildest on, and their options."""
+
+
 def changes(
-    workload: Workload, found: list[Estimate], on_step: Callable[[str], object]
+    args: argparse.Namespace,
+    workload: Workload,
+    device: Device,
+    known: list[Estimate],
+    on_step: Callable[[str], object],
 ) -> list[Change]:
     """Return changes from the mildest on: of what is stored, of what is trained, and of the number
-    of devices. Levels are left out under ZeRO-3, and adapters of a model that trains adapters
-    already."""
-    best = min((each for each in found if not each.refused), key=lambda each: each.peak)
-    wider = replace(workload, batch=workload.batch or 1, memory=None, chip=None)
-    made = []
+    of devices. Left out are those that the sharding refuses, and adapters of a model that trains
+    adapters already."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    best = min(known, key=lambda each: each.peak)
+    usable = SHARE_OF_MEMORY * device.memory
+    made: list[Change] = []
 
-    def add(title: str, options: str, changed: Workload, backend: Any, sharding: str) -> None:
+    def estimated(options: str, sharding: str, traced: dict, where: Device = UNKNOWN) -> Estimate:
+        changed = parser.parse_args(options.split(), copy.copy(args))
+        changed.batch = changed.batch or 1
+        changed_workload = workload_of(changed, workload.model, where)
+        return estimate(changed_workload, backends_of(changed), [sharding], traced=traced)[0]
+
+    def add(title: str, options: str, sharding: str) -> None:
         on_step(title)
-        (one,) = estimate(changed, [backend], [sharding])
-        one.fits = not one.refused and one.peak <= SHARE_OF_MEMORY * workload.memory
-        if one.fits and not any(each.estimate.fits for each in made):  # the recommended one
-            changed = replace(changed, memory=workload.memory, chip=workload.chip)
-            (one,) = estimate(changed, [backend], [sharding])
+        traced: dict = {}
+        try:
+            one = estimated(options, sharding, traced)
+        except FP8BackendError:
+            return
+        if one.peak <= usable and not any(each.estimate.fits for each in made):
+            one = estimated(options, sharding, traced, device)  # the recommended one
+        one.fits = one.peak <= usable
         made.append(Change(title, options, one))
 
-    if not workload.checkpointing:
-        add(
-            "activation checkpointing",
-            f"--backend {best.backend} --checkpointing",
-            replace(wider, checkpointing=True),
-            best.backend,
-            best.sharding,
-        )
-    if not workload.model.lora:
-        adapters = replace(workload.model, lora=LORA_RANK)
-        for title, options, backend in _SMALLER:
-            if best.sharding == "zero3" and isinstance(backend, dict):
-                continue
-            changed = wider
-            if "--lora" in options:
-                changed = replace(changed, model=adapters)
-            if "--checkpointing" in options:
-                changed = replace(changed, checkpointing=True)
-            add(title, options, changed, backend, best.sharding)
+    if not args.checkpointing:
+        options = f"--backend {best.backend} --checkpointing"
+        add("activation checkpointing", options, best.sharding)
+    if not args.lora:
+        for title, options in _SMALLER.items():
+            add(title, options, best.sharding)
     kind = best.sharding if "fsdp2" in best.sharding or best.sharding == "hsdp" else "fsdp2"
     backend = best.backend if "msamp" in best.backend else "msamp:O2"
     if best.sharding.startswith("zero"):
         backend = "bf16"
     traced: dict = {}
-    devices = workload.devices
+    devices = args.devices
     while (devices := 2 * devices) <= MOST_DEVICES:
-        more = replace(wider, devices=devices)
-        if devices <= best.static / workload.memory / 2:
+        if devices <= best.static / device.memory / 2:
             continue
-        peak = estimate(more, [backend], [kind], traced=traced)[0].peak
-        if peak <= SHARE_OF_MEMORY * workload.memory or devices == MOST_DEVICES:
-            options = f"--devices {devices} --sharding {kind} --backend {backend}"
-            add(f"{devices} devices", options, more, backend, kind)
+        options = f"--devices {devices} --sharding {kind} --backend {backend}"
+        if estimated(options, kind, traced).peak <= usable or devices == MOST_DEVICES:
+            add(f"{devices} devices", options, kind)
             break
     return made
-
-
-_O4 = {"backend": "msamp:O4"}
-_RELEASED = {"backend": "msamp:O4", "gradient_release": True}
-_OFFLOADED = {**_RELEASED, "offload": "states"}
-_FROZEN = {"backend": "native:dynamic", "fp8_params": True}
-_LORA = f"--lora {LORA_RANK}"
-_SMALLER = (
-    ("level O4", "--backend msamp:O4", _O4),
-    ("O4, gradient release", "--backend msamp:O4 --gradient-release", _RELEASED),
-    (
-        "O4, release and checkpointing",
-        "--backend msamp:O4 --gradient-release --checkpointing",
-        _RELEASED,
-    ),
-    (
-        "O4, release, checkpointing and offload",
-        "--backend msamp:O4 --gradient-release --checkpointing --offload",
-        _OFFLOADED,
-    ),
-    (
-        f"LoRA, rank {LORA_RANK}, bf16 base",
-        f"{_LORA} --backend native:dynamic",
-        "native:dynamic",
-    ),
-    ("LoRA, FP8 base", f"{_LORA} --backend native:dynamic --frozen-fp8", _FROZEN),
-    (
-        f"LoRA and checkpointing, rank {LORA_RANK}, bf16 base",
-        f"{_LORA} --checkpointing --backend native:dynamic",
-        "native:dynamic",
-    ),
-    (
-        "LoRA and checkpointing, FP8 base",
-        f"{_LORA} --checkpointing --backend native:dynamic --frozen-fp8",
-        _FROZEN,
-    ),
-)
-"""Changes of a full training: title, options and backend."""
 
 
 def device_named(name: str | None) -> Device:
@@ -618,7 +629,7 @@ class Report:
         }
         facts = [self.workload.model.title, self.training()]
         verdict = Verdict(mood, headline, details)
-        return page.page("A training, estimated", facts, verdict, [], sections)
+        return page.page("A training, estimated", facts, verdict, sections)
 
 
 _LEGEND = (

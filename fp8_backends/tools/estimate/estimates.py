@@ -22,12 +22,13 @@ from ...comm.two_shot import MESSAGE_BLOCK
 from ...compute import chips
 from ...compute.chips import Rates
 from ...compute.fields import check_known, parsed, whole_number
-from ...compute.frozen_weights import SHARDED
 from ...compute.rates import constant
 from ...compute.registry import compute_of
 from ...errors import FP8BackendError, RecipeError
 from ...recipes.handlers import Recipe, resolve
 from ...recipes.strings import names_file
+from ...rules import Machine, Setup, refuse
+from ...rules.engines import ENGINE_RULES, RELEASE_RULES
 from ...states.levels import STORED_WEIGHTS
 from ...words import counted, readable_bytes, shown
 from ..terminal import FEATURES
@@ -57,6 +58,9 @@ SHARDINGS = ("none", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3")
 """`hsdp` is FSDP2 inside a machine of 8 devices and DDP between machines. `+tp:N` after any but
 ZeRO's splits each layer between N devices; `tp:N` alone is none or DDP with it."""
 DEEPSPEED = ("zero1", "zero2", "zero3")
+
+LAYOUT_RULES = (*ENGINE_RULES, *RELEASE_RULES)
+"""Limits of shardings, of tensor parallelism and of gradient release."""
 
 SHARE_OF_MEMORY = 0.92
 """Share of a device's memory for tensors; the CUDA context, workspaces and fragmentation take the
@@ -89,14 +93,6 @@ class Workload:
             setattr(self, name, parsed(name, whole_number(name != "batch"), getattr(self, name)))
         if not self.batch and self.memory is None:
             raise RecipeError("batch=0 (the most that fit) needs the memory of a device")
-
-    def check_sequence(self) -> None:
-        """Raise `FP8BackendError` for more tokens than the model has positions."""
-        longest = self.model.longest
-        if longest is not None and longest < self.sequence:
-            raise FP8BackendError(
-                f"a sequence of {self.sequence} tokens exceeds the model's {longest} positions"
-            )
 
 
 @dataclass
@@ -187,7 +183,7 @@ def estimate(
             raise RecipeError(f"{name}={shown(names)}: {name} must be a list of names")
     layouts = {sharding: Layout.parsed(sharding, workload.devices) for sharding in shardings}
     check_known("dtype of weights", workload.weights, WEIGHT_DTYPES)
-    workload.check_sequence()
+    workload.model.check_sequence(workload.sequence)
     recipes = [named(backend) for backend in backends]
     traced = {} if traced is None else traced
     estimates = []
@@ -257,26 +253,12 @@ def _estimate(
     workload: Workload, backend: str, recipe: Recipe | None, layout: Layout, traced: dict
 ) -> Estimate:
     result = Estimate(backend, layout.sharding, workload.devices)
-    if layout.kind in DEEPSPEED and recipe is not None and recipe.level != "O0":
-        if layout.kind == "zero3":
-            result.refused = (
-                f"level {recipe.level} goes with ZeRO-1, ZeRO-2, DDP and FSDP2, not with ZeRO-3"
-            )
-            return result
-        layout = replace(layout, kind="ddp")
-        recipe = recipe.replace(shard_states=True)
-    if recipe is not None and recipe.offload != "off" and layout.sharding not in ("none", "ddp"):
-        result.refused = "offload goes with one device and DDP"
-        return result
-    if recipe is not None and recipe.gradient_release and workload.microbatches > 1:
-        result.refused = "gradient release goes without accumulated microbatches"
-        return result
-    if recipe is not None and recipe.fp8_params:
-        by_fsdp2 = layout.kind == "fsdp2" and recipe.compute != "native"
-        if by_fsdp2 or layout.tensor > 1 or layout.kind == "zero3":
-            result.refused = str(SHARDED)
-            return result
     try:
+        if recipe is not None:
+            refuse(layout.setup(recipe, workload.microbatches), LAYOUT_RULES)
+            if layout.kind in DEEPSPEED and recipe.level != "O0":
+                layout = replace(layout, kind="ddp")
+                recipe = recipe.replace(shard_states=True)
         case = _Case.traced(workload, layout, backend, recipe, traced)
         layout.check(case.growth)
     except FP8BackendError as error:
@@ -394,6 +376,18 @@ class Layout:
         if kind == "hsdp":
             kind = "fsdp2"
         return cls(sharding, kind, tensor, ranks, shards)
+
+    def setup(self, recipe: Recipe, microbatches: int) -> Setup:
+        """Return what the rules read of a training under this sharding."""
+        stage = int(self.kind[-1]) if self.kind in DEEPSPEED else None
+        return Setup(
+            recipe,
+            Machine.this(),
+            parallel="deepspeed" if stage else self.kind,
+            zero_stage=stage,
+            tensor_parallel=self.tensor,
+            accumulation_steps=microbatches,
+        )
 
     @property
     def note(self) -> str:

@@ -73,6 +73,13 @@ class ModelShape:
     def layers(self) -> int:
         return getattr(self.config, "num_hidden_layers", 0)
 
+    def check_sequence(self, sequence: int) -> None:
+        """Raise `FP8BackendError` for more tokens than the model has positions."""
+        if self.longest is not None and self.longest < sequence:
+            raise FP8BackendError(
+                f"a sequence of {sequence} tokens exceeds the model's {self.longest} positions"
+            )
+
     @property
     def longest(self) -> int | None:
         """Tokens of the longest sequence, or for a model of speech the longest transcript; None
@@ -227,8 +234,8 @@ def count_elements(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def from_transformers(name: str | Path) -> ModelShape:
-    """Read a `config.json`, its folder, or a cached model, without network access. Raises
+def read_config(name: str | Path) -> Any:
+    """Read a `config.json`, its folder, or that of a cached model, without network access. Raises
     `FP8BackendError`."""
     from transformers import AutoConfig
 
@@ -242,11 +249,16 @@ def from_transformers(name: str | Path) -> ModelShape:
         if not is_file:
             reason = (
                 "no such config.json or folder, and no model of this name in the local cache of "
-                "transformers. Nothing is fetched: download its config.json and name the file, or "
-                "give --params"
+                "transformers. Nothing is fetched: download its config.json, and name the file"
             )
         raise FP8BackendError(f"{shortened(str(name))}: {reason} ({first_line(error)})") from error
     config.use_cache = False
+    return config
+
+
+def from_transformers(name: str | Path) -> ModelShape:
+    """Read a model for `read_config`. Raises `FP8BackendError`, also for one without a loss."""
+    config = read_config(name)
     _model_class(config)
     return ModelShape(str(name), config)
 

@@ -181,7 +181,7 @@ def simulate(workload: Workload, backend: str | Recipe, mesh: Mapping[str, int])
     for dimension in mesh:
         check_known("mesh dimension", dimension, DIMENSIONS)
     sizes = {each: parsed(each, whole_number(1), mesh[each]) for each in DIMENSIONS if each in mesh}
-    workload.check_sequence()
+    workload.model.check_sequence(workload.sequence)
     if dist.is_initialized():
         raise FP8BackendError(
             "a process group is running, and a simulation takes its place: simulate in another "

@@ -32,7 +32,7 @@ from ...convert import conversion
 from ...convert.first_step import Work, WorkMeter
 from ...convert.weight_products import FP8, find_weight_products
 from ...errors import FP8BackendError
-from ...evidence.auditing import count_flops, inner_tensors, residual_of, stored_bytes
+from ...evidence.auditing import inner_tensors, residual_of, stored_bytes
 from ...kernels import quantize as quantization
 from ...kernels.adam import AdamSteps
 from ...kernels.backward import cross_entropy
@@ -465,20 +465,12 @@ class _Step:
         }
         loss.backward()
         meter.detach()
-        if roots := conversion.prepared_roots(self.model):
-            _, root, prepared = roots[0]
-            measures = count_flops(root, prepared, None, meter.work)
-            needed = measures.needed
-            in_fp8 = measures.in_fp8
-        else:
-            needed = sum(seen.flops for seen in meter.work.values())
-            in_fp8 = 0.0
-        trace.sizes |= {"flops": needed / samples, "flops_fp8": in_fp8 / samples}
         per_sample = {
             name: flow / (1 if name == "calls" else samples) for name, flow in tracker.flows.items()
         }
         trace.sizes |= dict.fromkeys(FLOWS, 0.0) | per_sample
-        trace.products = self._products(meter.work, samples, sum(stacks, []))
+        trace.products, flops = self._products(meter.work, samples, sum(stacks, []))
+        trace.sizes |= {"flops": sum(flops.values()), "flops_fp8": flops[True]}
         del loss
         trace.saved[GRADIENTS] = tracker.live[GRADIENTS]
         trace.sizes["plain_gradients"] = self.plain_gradients
@@ -495,8 +487,9 @@ class _Step:
 
     def _products(
         self, work: dict[str, Work], samples: int, blocks: list[nn.Module]
-    ) -> dict[tuple, float]:
-        """Count the products of a step by kind and shape; recomputed ones twice."""
+    ) -> tuple[dict[tuple, float], dict[bool, float]]:
+        """Count the products of a step by kind and shape, recomputed ones twice; and the FLOPs of a
+        sample in FP8 and in high precision, recomputed ones once."""
         roots = conversion.prepared_roots(self.model)
         prepared = roots[0][2] if roots else None
         high = prepared.compute.high_precision_products(prepared.recipe) if prepared else ()
@@ -515,26 +508,25 @@ class _Step:
             if id(part) in inside or not blocks
         }
         counts: dict[tuple, float] = defaultdict(float)
+        flops = {True: 0.0, False: 0.0}
         for product in found:
             seen = work.get(product.name)
             if seen is None or not seen.rows:
                 continue
             number = seen.flops / (2 * seen.rows * product.in_features * product.out_features)
-            if product.name in trains:
-                weight = product.name
-            else:
-                weight = f"{product.name}.weight".lstrip(".")
-            recomputes = self.settings.checkpointing and product.name in again
-            needed = {
-                FPROP: 1 + recomputes,
-                DGRAD: seen.input_gradient,
-                WGRAD: trains.get(weight, True),
-            }
-            for kind, times in needed.items():
+            weight = (
+                product.name if product.name in trains else f"{product.name}.weight".lstrip(".")
+            )
+            kinds = {FPROP: 1 + (self.settings.checkpointing and product.name in again)}
+            if seen.backward:
+                kinds[DGRAD] = seen.input_gradient
+                kinds[WGRAD] = trains.get(weight, True)
+            for kind in filter(kinds.get, kinds):
                 in_fp8 = product.state == FP8 and kind not in high
                 key = (kind, seen.rows / samples, product.in_features, product.out_features, in_fp8)
-                counts[key] += number * times * (kind == FPROP or seen.backward)
-        return {key: count for key, count in counts.items() if count}
+                counts[key] += number * kinds[kind]
+                flops[in_fp8] += seen.flops / samples
+        return counts, flops
 
 
 def create_states(
