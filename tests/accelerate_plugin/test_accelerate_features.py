@@ -10,13 +10,16 @@ import yaml
 from accelerate.commands.config import cluster
 from accelerate.test_utils import path_in_accelerate_package
 from feature_table import BACKENDS, FEATURES, Feature, cells, in_turn
-from widths import nightly, nightly_but
+from widths import nightly
 
 from fp8_backends.tools.config import read
 
 COMMANDS = {"accelerate_test", "accelerate_config"}
 """Rows with a separate test here, on one process and on two."""
-CELLS = [cell for cell in cells() if cell[0].run not in COMMANDS]
+IN_PROCESS = [cell for cell in cells() if cell[0].run not in COMMANDS]
+BY_DEFAULT = [cell for cell in IN_PROCESS if in_turn(*cell, processes=1)]
+ALONE = [(feature, each) for feature, each in IN_PROCESS if feature.cell(each) == "one process"]
+"""Cells that work on one process alone; the nightly run has all others on two ranks."""
 
 
 def row(run: str) -> Feature:
@@ -26,7 +29,7 @@ def row(run: str) -> Feature:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("feature", "backend"),
-    nightly_but([cell for cell in CELLS if in_turn(*cell, processes=1)], CELLS),
+    [*BY_DEFAULT, *(nightly(*cell) for cell in ALONE if cell not in BY_DEFAULT)],
     ids=lambda value: getattr(value, "run", value),
 )
 def test_feature(feature: Feature, backend: str, tmp_path):
