@@ -273,6 +273,31 @@ def check_refusal_on_one_rank_reaches_all():
         )
 
 
+def check_stepped_and_changed_optimizer_is_converted():
+    """Accelerate converts an optimizer with states, and replaces its parameters by shards, in
+    place."""
+    parameters = [nn.Parameter(values(shape, i)) for i, shape in enumerate([*SCALED, *PLAIN])]
+    stock = torch.optim.AdamW(parameters, 1e-3, weight_decay=0.1)
+    step(parameters, stock, 0)
+    one = alone("O2", rule("O2"))
+    one[1].load_state_dict(stock.state_dict())
+    shards = [
+        nn.Parameter(quantize_weight(shard(values(shape, i), *over_all_ranks()), "O2"))
+        for i, shape in enumerate(SCALED)
+    ]
+    shards += [
+        nn.Parameter(shard(values(shape, 50 + i), *over_all_ranks()))
+        for i, shape in enumerate(PLAIN)
+    ]
+    for old, new in zip(parameters, shards, strict=True):
+        stock.state[new] = stock.state.pop(old)
+    stock.param_groups[0]["params"] = shards
+    convert(stock, rule("O2"))
+    step(shards, stock, 1)
+    step(*one, 1)
+    assert_same((shards, stock), one)
+
+
 def assert_same_states(ours: tuple, theirs: tuple) -> None:
     for i, (p, q) in enumerate(zip(ours[0], theirs[0], strict=True)):
         a, b = ours[1].state[p], theirs[1].state[q]
