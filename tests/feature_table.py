@@ -6,6 +6,7 @@ Each row has a run in `feature_runs.py`, or a command in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -172,6 +173,20 @@ FEATURES = (
         "any other backend into its file",
     ),
 )
+
+
+def cells() -> list[tuple[Feature, str]]:
+    """Return all pairs of a feature and a backend."""
+    return list(itertools.product(FEATURES, BACKENDS))
+
+
+def in_turn(feature: Feature, backend: str, processes: int) -> bool:
+    """Choose the cells of the default run: each feature works with one backend, and the backends
+    take turns; a feature with refusals has one of each."""
+    number = FEATURES.index(feature) + processes
+    turn = BACKENDS[number % len(BACKENDS) :] + BACKENDS[: number % len(BACKENDS)]
+    first = {feature.refusal(each, processes): each for each in reversed(turn)}
+    return first[feature.refusal(backend, processes)] == backend
 
 
 def notes() -> dict[str, int]:

@@ -9,14 +9,17 @@ import warm_process
 import yaml
 from accelerate.commands.config import cluster
 from accelerate.test_utils import path_in_accelerate_package
-from feature_table import BACKENDS, FEATURES, Feature
+from feature_table import BACKENDS, FEATURES, Feature, cells, in_turn
 from widths import nightly
 
 from fp8_backends.tools.config import read
 
 COMMANDS = {"accelerate_test", "accelerate_config"}
 """Rows with a separate test here, on one process and on two."""
-IN_PROCESS = [feature for feature in FEATURES if feature.run not in COMMANDS]
+IN_PROCESS = [cell for cell in cells() if cell[0].run not in COMMANDS]
+BY_DEFAULT = [cell for cell in IN_PROCESS if in_turn(*cell, processes=1)]
+ALONE = [(feature, each) for feature, each in IN_PROCESS if feature.cell(each) == "one process"]
+"""Cells that work on one process alone; the nightly run has all others on two ranks."""
 
 
 def row(run: str) -> Feature:
@@ -24,8 +27,11 @@ def row(run: str) -> Feature:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("feature", IN_PROCESS, ids=lambda feature: feature.run)
+@pytest.mark.parametrize(
+    ("feature", "backend"),
+    [*BY_DEFAULT, *(nightly(*cell) for cell in ALONE if cell not in BY_DEFAULT)],
+    ids=lambda value: getattr(value, "run", value),
+)
 def test_feature(feature: Feature, backend: str, tmp_path):
     feature_runs.run_as_listed(feature, backend, tmp_path)
 

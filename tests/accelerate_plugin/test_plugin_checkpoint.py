@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import pickletools
@@ -163,24 +162,6 @@ def test_each_model_keeps_its_scaling_state(tmp_path):
         train(accelerator, a, opt_a, DATA[5:]),
         train(accelerator, b, opt_b, DATA[5:]),
     ) == unbroken
-
-
-def test_optimizer_state_dict_carries_scaling_state():
-    accelerator, model, optimizer = new_run("native:delayed")
-    train(accelerator, model, optimizer, DATA[:4])
-    weights, state = copied_parameters(model), copy.deepcopy(optimizer.state_dict())
-    unbroken = train(accelerator, model, optimizer, DATA[4:])
-    accelerator, model, optimizer = new_run("native:delayed")
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    assert train(accelerator, model, optimizer, DATA[4:]) == unbroken
-    torch.optim.AdamW(mlp().parameters()).load_state_dict(state)  # stock PyTorch passes over it
-
-
-def test_stateless_scaling_keeps_stock_optimizer_state_dict():
-    accelerator, model, optimizer = new_run("native:dynamic")
-    train(accelerator, model, optimizer, DATA[:1])
-    assert optimizer.state_dict().keys() == {"state", "param_groups"}
 
 
 def test_optimizer_prepared_after_load_state_warns_about_fresh_state(tmp_path, caplog):

@@ -217,6 +217,19 @@ def test_fp8_needs_none_of_accelerates_libraries(monkeypatch):
     assert Accelerator(mixed_precision="fp8").mixed_precision == "fp8"
 
 
+def test_gpu_without_fp8_does_not_turn_it_into_fp16(monkeypatch):
+    monkeypatch.setattr(accelerate.state, "check_cuda_fp8_capability", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    accelerator, model = Accelerator(mixed_precision="native:dynamic"), mlp()
+    assert accelerator.mixed_precision == "fp8"
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(accelerator, *accelerator.prepare(model, optimizer), batches(1))
+    products = fp8_backends.audit(model).products.values()
+    assert products and all(counts["fprop"] for counts in products)
+
+
 def test_incompatible_accelerate_is_an_error_only_with_fp8(monkeypatch):
     monkeypatch.setattr(Accelerator, "__init__", Accelerator.__init__.__wrapped__)
     monkeypatch.delattr(Accelerator, "unscale_gradients")
@@ -283,7 +296,7 @@ def test_accelerator_copies():
     assert type(copy.copy(accelerator)) is type(accelerator)
 
 
-@pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
+@pytest.mark.parametrize("backend", ["native:delayed", "ao:tensorwise", "msamp:O2"])
 def test_pickled_accelerator_continues_training_identically(backend):
     """Restore optimizer hooks after unpickling: PyTorch pickles none, and they roll and save
     scaling states."""

@@ -18,8 +18,6 @@ import fp8_backends
 from fp8_backends.errors import RecipeError
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
-LEVELS = ("O1", "O2", "O3", "O4")
-
 
 def accelerator(level: str, autocast: str = "bf16", steps: int = 1, **fields) -> Accelerator:
     recipe = fp8_backends.FP8RecipeKwargs(
@@ -44,7 +42,7 @@ def prepared(acc: Accelerator, lr: float = 5e-3, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "autocast"),
-    [*((level, "bf16") for level in LEVELS), *(("O2", "fp16"), ("O4", "fp16"), ("O3", "fp32"))],
+    [("O1", "bf16"), ("O2", "fp16"), ("O3", "fp32"), ("O4", "bf16")],
 )
 def test_level_trains_clips_and_resumes_bitwise(level, autocast, tmp_path):
     acc = accelerator(level, autocast)
@@ -69,7 +67,7 @@ import torch
 from plugin_training import batches, train
 from test_plugin_levels import accelerator, prepared
 
-acc = accelerator({level!r})
+acc = accelerator("O4")
 parts = prepared(acc)
 if {load}:
     acc.load_state({folder!r})
@@ -84,14 +82,13 @@ print("resumed", scaling, [loss.hex() for loss in losses], total.hex())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", [pytest.param("O2", marks=pytest.mark.nightly), "O4"])
-def test_new_process_resumes_bitwise(level, tmp_path):
+def test_new_process_resumes_bitwise(tmp_path):
     """More than 16 steps before it: the scaling windows are in their delayed phase."""
     tests, told = __file__.rpartition("/")[0], []
     for load in (False, True):
         script = tmp_path / "script.py"
         folder = str(tmp_path / "state")
-        script.write_text(RESUME.format(tests=tests, level=level, load=load, folder=folder))
+        script.write_text(RESUME.format(tests=tests, load=load, folder=folder))
         output = run_python(str(script), sys.executable)
         told.append(next(line for line in output.splitlines() if line.startswith("resumed")))
     # the windows themselves: lost ones often choose the same powers of two
@@ -99,7 +96,7 @@ def test_new_process_resumes_bitwise(level, tmp_path):
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O2", "O4"])
 def test_accumulated_gradient_is_cast_once(level):
     acc = accelerator(level, steps=4)
     model, optimizer, _ = prepared(acc)
@@ -114,7 +111,7 @@ def test_accumulated_gradient_is_cast_once(level):
     assert seen == [fp8, fp32, fp32, fp8]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4"])
 def test_loss_scaler_reports_true_norms(level):
     """Stock Accelerate reports MS-AMP's norms 65536 times too large."""
     norms = []
@@ -136,9 +133,7 @@ def _plain(gradient: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("at", "level"), [(0, "O2"), (3, "O3"), (20, "O1"), (20, "O2"), (20, "O4")]
-)
+@pytest.mark.parametrize(("at", "level"), [(0, "O2"), (3, "O3"), (20, "O1"), (20, "O4")])
 def test_loss_scaler_skips_non_finite_step(level, at):
     acc = accelerator(level, "fp16")
     model, optimizer, scheduler = prepared(acc)
@@ -158,7 +153,7 @@ def test_loss_scaler_skips_non_finite_step(level, at):
     )
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O3"])
 def test_gradient_release_matches_usual_order_and_refuses_clipping(level):
     data = batches(3, seed=1)
     usual, acc = accelerator(level), accelerator(level, gradient_release=True)
@@ -208,21 +203,6 @@ def test_fsdp1_is_refused_with_fix():
     with pytest.raises(RecipeError, match="fsdp_version=2"):
         acc.prepare(model)
     assert not any(isinstance(p, ScaledTensor) for p in model.parameters())
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_saved_models_are_plain_files(level, tmp_path):
-    from safetensors.torch import load_file
-
-    acc = accelerator(level)
-    model, optimizer, scheduler = prepared(acc)
-    train(acc, model, optimizer, batches(3, seed=1), scheduler)
-    acc.save_model(model, str(tmp_path))
-    loaded = load_file(tmp_path / "model.safetensors")
-    assert list(loaded) and all(
-        torch.equal(loaded[name], value) for name, value in model.state_dict().items()
-    )
-    mlp().load_state_dict(loaded)
 
 
 @pytest.mark.slow

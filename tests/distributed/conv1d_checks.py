@@ -8,7 +8,8 @@ import model_families
 import ranks
 import torch
 import torch.distributed as dist
-from fsdp2_training import mean, same_on_all_ranks, whole
+from conversion_steps import take_steps
+from fsdp2_training import on_all_ranks, prepared_in, same_on_all_ranks, whole
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -24,28 +25,16 @@ LARGEST_GAP = 0.01
 """Nats, as in test_fsdp2.py."""
 
 
-def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Train on this rank's half of a batch, and return the mean losses over the ranks."""
+def _trained(spec, wrap) -> tuple[nn.Module, list[float]]:
+    """Train on this rank's half of a batch. Return the model, and the mean losses over the
+    ranks."""
+    model, optimizer = prepared_in(wrap, model_families.build("gpt2"), spec, lr=3e-3)
     data = {
         name: rows[dist.get_rank() :: dist.get_world_size()]
         for name, rows in model_families.batch("gpt2").items()
     }
-    losses = []
-    for _ in range(STEPS):
-        loss = model_families.loss_of(model, data)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean(loss))
-    return losses
-
-
-def _prepared(spec, wrap):
-    """(model, optimizer), wrapped between the two calls of `prepare`."""
-    model = model_families.build("gpt2")
-    fp8_backends.prepare(model, None, spec)
-    model = wrap(model)
-    return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), spec)
+    losses = take_steps(lambda: model_families.loss_of(model, data), optimizer, STEPS)
+    return model, [sum(each) / len(each) for each in zip(*on_all_ranks(losses), strict=True)]
 
 
 @functools.cache
@@ -70,20 +59,19 @@ def _assert_trains(model: nn.Module, losses: list[float], name: str) -> None:
 
 def check_ddp():
     for spec in ("native:dynamic", "msamp:O2"):
-        model, optimizer = _prepared(spec, DistributedDataParallel)
-        _assert_trains(model, _losses(model, optimizer), spec)
+        _assert_trains(*_trained(spec, DistributedDataParallel), spec)
 
 
 def check_fsdp2():
     gathered = AORecipeKwargs(enable_fsdp_float8_all_gather=True)
     for spec in ("native:rowwise", "msamp:O2", "msamp:O3", gathered):
-        model, optimizer = _prepared(spec, _sharded)
+        model, losses = _trained(spec, _sharded)
         weight = model.transformer.h[0].attn.c_attn.weight
         shard = local_part(weight.detach())
         assert weight.shape == (model_families.WIDTH, 3 * model_families.WIDTH)
         assert isinstance(shard, ScaledTensor) == (spec in ("msamp:O2", "msamp:O3"))
         assert isinstance(shard, AOWeight) == (spec is gathered)
-        _assert_trains(model, _losses(model, optimizer), str(spec))
+        _assert_trains(model, losses, str(spec))
 
 
 def _sharded(model: nn.Module) -> nn.Module:

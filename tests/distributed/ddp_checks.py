@@ -385,22 +385,6 @@ def check_forwards_without_step_keep_gradients():
         optimizer.zero_grad()
 
 
-def check_compiled_ddp():
-    """`matrix.py` compiles others."""
-    ddp, optimizer = wrapped("msamp:O2", mlp(), bucket_mb=25)
-    compiled = torch.compile(ddp, backend="aot_eager")
-    for index in range(3):
-        step(compiled, optimizer, index)
-        assert_equal_on_all_ranks(ddp, optimizer)
-    assert Connection.find(ddp).reducer is not None
-    twin = twin_of(ddp)
-    twin.zero_grad()
-    mse(compiled, mine(7)).backward()
-    mse(twin, mine(7)).backward()
-    # eager products round bf16 intermediates, compiled ones do not
-    assert_mean_gradients(ddp, twin, bound=0.05)
-
-
 def check_non_finite_gradient_on_one_rank_reaches_every_scaler():
     for spec in ("msamp:O2", {"backend": "msamp:O2", "gradient_comm": "plain"}):
         ddp, optimizer = wrapped(spec, mlp())
@@ -428,17 +412,6 @@ def check_non_finite_gradient_on_one_rank_reaches_every_scaler():
             assert stayed == (index == 1), index
             assert_equal_on_all_ranks(ddp, optimizer)
         assert scaler.get_scale() == 128.0
-
-
-def check_a_clip_finds_the_same_norm_on_every_rank():
-    ddp, optimizer = wrapped("msamp:O2", mlp())
-    mse(ddp, mine(0)).backward()
-    norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
-    every = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, norm)
-    assert norm > 0.01 and all(torch.equal(norm, other) for other in every)
-    optimizer.step()
-    assert_equal_on_all_ranks(ddp, optimizer)
 
 
 # Uneven inputs

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed
+import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler, InitProcessGroupKwargs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -142,6 +145,68 @@ def train(
             optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@contextlib.contextmanager
+def trained_by_configuration(backend: str, zero: dict, **optimizer_fields):
+    """Train with a file's "auto" values, and its optimizer and scheduler. Yield (model, optimizer,
+    plug-in)."""
+    warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+    adamw_fields = {"lr": "auto", "weight_decay": "auto", **optimizer_fields}
+    config = {
+        "optimizer": {"type": "AdamW", "params": adamw_fields},
+        "scheduler": {"type": "WarmupLR", "params": warmup},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"reduce_bucket_size": "auto", **zero},
+    }
+    plugin = DeepSpeedPlugin(hf_ds_config=json_file(config))
+    with accelerator_with(plugin, backend) as acc, ranks.Said() as log:
+        model = Blocks()
+        model.config = SimpleNamespace(hidden_size=HIDDEN)
+        optimizer = DummyOptim(model.parameters(), lr=5e-3)
+        scheduler = DummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=2)
+        rows = torch.utils.data.TensorDataset(*batches(1, 64)[0])
+        loader = torch.utils.data.DataLoader(rows, batch_size=16)
+        engine, optimizer, scheduler, loader = acc.prepare(model, optimizer, scheduler, loader)
+        losses = [loss for _ in range(6) for loss in train(acc, engine, optimizer, list(loader))]
+        assert losses[-1] < losses[0] and all(map(math.isfinite, losses))
+        assert scheduler.get_last_lr() == [5e-3]
+        assert_products(model)
+        proof = f"{backend}: 4/4 Linear"
+        assert any(proof in line for line in log.lines) or dist.get_rank()
+        yield model, optimizer, plugin
+
+
+def resumed_bitwise(backend: str, stage: int, other: int | None = None) -> tuple:
+    """Resume by `save_state`, and by the engine's own checkpoint at another stage. Return the last
+    model, and the engine's file with the losses that follow it."""
+    data, place = shares(batches(6)), ranks.shared_folder()
+    with accelerator(stage, backend, bf16=True) as acc:
+        model = Blocks()
+        engine, optimizer = acc.prepare(model, adamw(model))
+        train(acc, engine, optimizer, data[:3])
+        acc.save_state(f"{place}/accelerate")
+        engine.save_checkpoint(f"{place}/engine", tag="t", client_state={"mine": 1})
+        unbroken, states = train(acc, engine, optimizer, data[3:]), scaling_states(model)
+    for at, by_engine in ((stage, False), (stage if other is None else other, True)):
+        with accelerator(at, backend, bf16=True) as acc:
+            model = Blocks()
+            engine, optimizer = acc.prepare(model, adamw(model))
+            train(acc, engine, optimizer, data[4:])
+            if by_engine:
+                _, client_state = engine.load_checkpoint(f"{place}/engine")
+                assert client_state["mine"] == 1 and "fp8_scaling" not in client_state
+            else:
+                acc.load_state(f"{place}/accelerate")
+            assert train(acc, engine, optimizer, data[3:]) == unbroken, (backend, stage, at)
+            assert engine.global_steps == 6
+            assert all(map(torch.equal, scaling_states(model), states))
+    file = Path(place, "engine/t/mp_rank_00_model_states.pt")
+    saved = torch.load(file, weights_only=False) if file.exists() else None
+    return model, (saved, unbroken)
 
 
 def train_alone(

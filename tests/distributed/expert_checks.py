@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from expert_families import EXPERTS as EXPERTS_OF_ALL
 from expert_families import build, make_experts, routed
+from fsdp2_training import mean, on_all_ranks, prepared_in
 from model_families import WIDTH, batch
 from ranks import main
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -55,9 +56,7 @@ def prepared(family, spec, wrap, checkpointing=False, seed=0):
     model = build(family, seed)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    fp8_backends.prepare(model, None, spec)
-    model = wrap(model)
-    return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), spec)
+    return prepared_in(wrap, model, spec, lr=3e-3)
 
 
 def trained(family, spec, wrap, checkpointing=False, seed=0):
@@ -86,12 +85,6 @@ def steps(
         optimizer.zero_grad()
         losses.append(mean(loss))
     return losses
-
-
-def mean(value: torch.Tensor) -> float:
-    total = value.detach().clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
 
 
 def counts(model, recomputed=0):
@@ -179,9 +172,7 @@ def check_delayed_states_of_every_expert_are_synchronized() -> None:
         states = [state for state in prepared.compute.scaling_buffers(root) if state.dim() == 3]
         assert len(states) == 4 and all(state[:, 0].any(-1).all() for state in states)
         for state in states:
-            copies = [torch.empty_like(state) for _ in range(dist.get_world_size())]
-            dist.all_gather(copies, state)
-            assert all(torch.equal(copy, copies[0]) for copy in copies)
+            assert all(torch.equal(state, other) for other in on_all_ranks(state))
 
 
 def check_fp8_gradients_of_experts_are_reduced_on_request() -> None:
@@ -406,13 +397,8 @@ def check_expert_parallel_ranks_resume_and_save_whole_weights() -> dict:
 
     model, optimizer = fresh(0)
     losses = steps(model, optimizer, range(2))
-    copies = [
-        [torch.empty_like(state) for _ in range(dist.get_world_size())]
-        for state in states_of(model)
-    ]
-    for state, found in zip(states_of(model), copies, strict=True):
-        dist.all_gather(found, state)
-        assert all(torch.equal(each, state) for each in found)
+    for state in states_of(model):
+        assert all(torch.equal(state, other) for other in on_all_ranks(state))
     resume(copy.deepcopy(get_state_dict(model, optimizer)), model, optimizer, *fresh(3))
     experts = model.get_parameter(EXPERTS).full_tensor()
     with tempfile.TemporaryDirectory() as folder:

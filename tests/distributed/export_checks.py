@@ -4,12 +4,12 @@ may read at once."""
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 
+import ranks
 import torch
 import torch.distributed as dist
-from ranks import main
+from fsdp2_training import prepared_in
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -43,11 +43,7 @@ def in_fsdp2(model, policy=None):
 
 def trained(spec, wrap, **sizes):
     """Return (wrapped model, optimizer) after two steps with different rows on each rank."""
-    model = llama(**sizes)
-    fp8_backends.prepare(model, None, spec)
-    model = wrap(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    fp8_backends.prepare(model, optimizer, spec)
+    model, optimizer = prepared_in(wrap, llama(**sizes), spec)
     for step in range(2):
         ids = (torch.arange(16).unsqueeze(0) * 7 + dist.get_rank() + step) % 64
         with torch.autocast("cpu", torch.bfloat16):
@@ -58,20 +54,13 @@ def trained(spec, wrap, **sizes):
     return model, optimizer
 
 
-def folder() -> Path:
-    """Return one new folder for all ranks."""
-    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(made)
-    return Path(made[0])
-
-
 def same(a, b):
     return torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def check_ddp_exports_codes_when_masters_are_sharded():
     model, _ = trained("msamp:O3", DistributedDataParallel)
-    to = folder()
+    to = Path(ranks.shared_folder())
     result = fp8_backends.checkpoints.export(model, to)
     assert len(result.exact) == 14
     tensors = load_file(to / "model.safetensors")
@@ -88,7 +77,7 @@ def check_ddp_exports_codes_when_masters_are_sharded():
 
 def check_weight_outside_the_format_needs_its_master():
     model, optimizer = trained("msamp:O3", DistributedDataParallel, inner=257)
-    to = folder()
+    to = Path(ranks.shared_folder())
     try:
         fp8_backends.checkpoints.export(model, to)
         raise AssertionError("the masters lie on other ranks")
@@ -124,7 +113,7 @@ def check_fsdp2_hands_out_the_codes_of_one_process():
         assert all(is_distributed(parameter) for parameter in model.parameters()), (
             "its units are sharded again"
         )
-        to = folder()
+        to = Path(ranks.shared_folder())
         result = fp8_backends.checkpoints.export(model, to / "sharded", format)
         assert len(result.exact) == 14 and not result.rounded
         whole = {
@@ -221,4 +210,4 @@ def check_ddp_trains_over_four_bits_of_first_rank():
 
 
 if __name__ == "__main__":
-    main(globals())
+    ranks.main(globals())

@@ -1,9 +1,9 @@
-"""Check Accelerate's other features with FP8: one check per row of `feature_table.py` and per
-level; one per row for the backends without a level, equal under DDP. One process checks all of a
-row."""
+"""Check Accelerate's other features with FP8 on two ranks: one check per cell of
+`feature_table.py`."""
 
 from __future__ import annotations
 
+import functools
 import gc
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from ddp_training import assert_equal_on_all_ranks, everything, scaled
-from feature_table import BACKENDS, FEATURES, LEVELS, Feature
+from feature_table import Feature, cells
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,13 +34,16 @@ def check(feature: Feature, backend: str) -> None:
             state._reset_state()
 
 
+def name_of(feature: Feature, backend: str) -> str:
+    return f"check_{feature.run}_{backend.replace(':', '_')}"
+
+
 def checks() -> dict:
-    """Return name -> function for each row that runs inside a process group."""
+    """Return name -> function for each cell that runs inside a process group."""
     return {
-        f"check_{feature.run}_{backend.replace(':', '_')}": lambda f=feature, b=backend: check(f, b)
-        for number, feature in enumerate(FEATURES)
-        if feature.run in feature_runs.RUNS
-        for backend in (BACKENDS[number % 2], *LEVELS)
+        name_of(*cell): functools.partial(check, *cell)
+        for cell in cells()
+        if cell[0].run in feature_runs.RUNS
     }
 
 

@@ -14,7 +14,6 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, To
 from fsdp2_models import checks
 from fsdp2_training import Net, batches, loss_of, mean, whole
 from torch._dynamo.exc import TorchRuntimeError
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import fp8_backends
@@ -221,8 +220,8 @@ def check_save_and_resume():
     bit."""
     full, shards = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
     for spec, kind in (
-        *(("native:delayed", full), (GATHERED, shards), ("msamp:O2", full), ("msamp:O4", shards)),
-        *(("msamp:O3", full), (GATHERED_BY_AO, shards)),
+        *(("native:delayed", full), (GATHERED_BY_AO, shards)),
+        *(("msamp:O3", full), ("msamp:O4", shards)),
     ):
         folder = ranks.shared_folder()
         acc = accelerator(spec, state_dict_type=kind)
@@ -236,35 +235,6 @@ def check_save_and_resume():
         again.load_state(folder)
         resumed = train(again, *run, 2, seed=1)
         assert resumed == unbroken, (spec, kind, unbroken, resumed)
-
-
-def check_clipping():
-    """Compare the norm over all shards of all parameters, and the requested norm after clipping."""
-    for spec in ("native:dynamic", "msamp:O2"):
-        acc = accelerator(spec)
-        model, *_ = acc.prepare(*new())
-        acc.backward(loss_of(model, batches(1)[0]))
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        exact = torch.stack([whole(g).double().norm() for g in gradients]).norm().item()
-        norm = float(whole(acc.clip_grad_norm_(model.parameters(), exact / 4)))
-        clipped = torch.stack([whole(g).double().norm() for g in gradients]).norm().item()
-        # FP32 sums
-        assert abs(norm / exact - 1) < 1e-5 and abs(clipped / (exact / 4) - 1) < 1e-5, (
-            spec,
-            norm,
-            exact,
-            clipped,
-        )
-
-
-def check_precision_policies():
-    for parameters, reduced in (("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp16")):
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        policy = MixedPrecisionPolicy(param_dtype=dtypes[parameters], reduce_dtype=dtypes[reduced])
-        for spec in ("msamp:O2", "native:dynamic"):
-            acc = accelerator(spec, mixed_precision_policy=policy)
-            losses = train(acc, *acc.prepare(*new()), 4)
-            assert losses[-1] < losses[0] - 0.3, (spec, parameters, losses)
 
 
 def check_activation_checkpointing():

@@ -48,15 +48,6 @@ TRAINED = {
 STEPS = 25
 
 
-def check_losses():
-    """Train on one rank without FSDP2, on several with it. The test compares the figures."""
-    sharded = dist.get_world_size() > 1
-    return {
-        name: train(*prepared(spec, rows, sharded, lr=6e-3), STEPS)
-        for name, (spec, rows) in TRAINED.items()
-    }
-
-
 def check_single_layer_model_is_proven():
     for spec in ("ao:tensorwise", GATHERED_BY_AO):
         layer = nn.Linear(32, 32)
@@ -220,7 +211,7 @@ class _Stack(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
 
     def forward(self, x):
         for layer in self.layers:
@@ -239,24 +230,37 @@ def _traffic_of_a_step(spec) -> Traffic:
     if spec is not None:
         fp8_backends.prepare(model, optimizer, spec)
     with Traffic() as counted:
-        model(torch.randn(32, 128)).square().mean().backward()
+        y = model(torch.randn(32, 256, requires_grad=True))
+        counted.of_amaxes = counted.bytes("all_reduce")
+        y.square().mean().backward()
     optimizer.step()
     return counted
 
 
 def check_bytes_on_the_wire():
-    """Count bytes at the collectives, of a forward and a backward. Groups of only FP8 work on
-    gloo."""
+    """Count bytes at the collectives, of a forward and a backward: codes have half of bf16's, and
+    the amaxes little. Groups of only FP8 work on gloo."""
     plain = _traffic_of_a_step(None)
+    rules = [f"native:{rule}" for rule in ("dynamic", "delayed", "window", "rowwise", "blockwise")]
+    gathered = {
+        spec: FP8RecipeKwargs(backend=spec, enable_fsdp_float8_all_gather=True)
+        for spec in (*rules, "native:mxfp8", "native:mxfp8+msamp:O2")
+    }
     shares = {}
     for name, spec in {
-        **{level: f"msamp:{level}" for level in LEVELS},
+        **{f"msamp:{level}": f"msamp:{level}" for level in LEVELS},
         "ao": GATHERED_BY_AO,
+        **gathered,
     }.items():
         counted = _traffic_of_a_step(spec)
-        shares[name] = counted.bytes("all_gather") / plain.bytes("all_gather")
+        of_weights = counted.bytes("all_gather")
+        shares[name] = of_weights / plain.bytes("all_gather")
         assert shares[name] <= 0.51, shares
-        if name != "ao":  # its gradients travel as FSDP2 has it
+        if name in gathered:
+            assert counted.count("all_gather") == plain.count("all_gather")
+            amaxes = counted.of_amaxes / plain.bytes("all_gather")
+            assert shares[name] == 0.5 and amaxes <= 0.04, (name, shares, amaxes)
+        if "msamp" in name:  # the other gradients travel as FSDP2 has it
             shares[f"{name} gradients"] = counted.bytes("all_to_all") / plain.bytes(
                 "reduce_scatter"
             )
@@ -399,6 +403,18 @@ def hybrid_mesh():
         )
         runs.append(train(model, optimizer, 2))
     assert runs[0] == runs[1], runs
+
+
+# On two ranks, and on one
+
+
+def losses():
+    """Train on one rank without FSDP2, on several with it. The test compares the figures."""
+    sharded = dist.get_world_size() > 1
+    return {
+        name: train(*prepared(spec, rows, sharded, lr=6e-3), STEPS)
+        for name, (spec, rows) in TRAINED.items()
+    }
 
 
 # Elastic: written by two ranks, read by one, two and four

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 
@@ -170,10 +171,9 @@ def check_model(accelerator: Callable, name: str, backend: str) -> dict:
 
 
 def checks(accelerator: Callable, *backends: str) -> dict[str, Callable]:
-    """Return name -> check for every model with each backend."""
+    """Return name -> check for every model; the backends take turns."""
     made = {}
-    for name in UNITS:
-        for backend in backends:
-            title = f"check_{name}_{backend}".translate(str.maketrans("- :", "___"))
-            made[title] = functools.partial(check_model, accelerator, name, backend)
+    for name, backend in zip(UNITS, itertools.cycle(backends), strict=False):
+        title = f"check_{name}_{backend}".translate(str.maketrans("- :", "___"))
+        made[title] = functools.partial(check_model, accelerator, name, backend)
     return made

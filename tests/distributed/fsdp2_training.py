@@ -81,6 +81,13 @@ def prepared(spec, rows: int = 65, sharded: bool = True, lr: float = 3e-3, **opt
     return model, optimizer
 
 
+def prepared_in(wrap, model: nn.Module, spec, lr: float = 1e-3):
+    """(model, optimizer), wrapped for several ranks between the two calls of `prepare`."""
+    fp8_backends.prepare(model, None, spec)
+    model = wrap(model)
+    return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=lr), spec)
+
+
 def batches(count: int, seed: int = 0) -> list[torch.Tensor]:
     """Return this rank's share of ids [8, 17] from a simple rule: the next token is the last plus
     three."""
@@ -117,7 +124,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def on_all_ranks(value, group: dist.ProcessGroup | None = None) -> list:
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def same_on_all_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
-    copies = [None] * dist.get_world_size(group)
-    dist.all_gather_object(copies, tensor.detach().cpu(), group=group)
-    return all(torch.equal(copy, copies[0]) for copy in copies)
+    first, *others = on_all_ranks(tensor.detach().clone(), group)
+    return all(torch.equal(first, other) for other in others)

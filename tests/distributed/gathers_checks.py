@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import pytest
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from ddp_training import Traffic
 from expert_families import make_experts, routed
 from fsdp2_training import batches, loss_of, prepared, train, whole
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -126,60 +124,6 @@ def check_gathered_tensors():
         )
         loss_of(model.eval(), batches(1)[0])
         assert not isinstance(seen[-1], GatheredCodes)
-
-
-class _Stack(nn.Module):
-    """Stack bias-free layers, each an FSDP2 unit."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-@contextlib.contextmanager
-def counted_reductions():
-    """Record this rank's bytes in `dist.all_reduce`."""
-    sent, original = [], dist.all_reduce
-
-    def count(tensor, *args, **kwargs):
-        sent.append(tensor.nbytes)
-        return original(tensor, *args, **kwargs)
-
-    dist.all_reduce = count
-    try:
-        yield sent
-    finally:
-        dist.all_reduce = original
-
-
-def check_bytes_on_the_wire():
-    """Count a forward and a backward, each gathering every weight once: the bytes of gathers, and
-    with synchronization, relative to FP32."""
-    shares = {}
-    for spec in SPECS:
-        model = _Stack(256)
-        recipe = FP8RecipeKwargs(backend=spec, enable_fsdp_float8_all_gather=True)
-        fp8_backends.prepare(model, None, recipe)
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), recipe)
-        with Traffic() as counted, counted_reductions() as agreed:
-            y = model(torch.randn(32, 256, requires_grad=True))
-            of_amaxes = sum(agreed)
-            y.square().mean().backward()
-        fp32 = 2 * 2 * 256 * 256 * 4 // dist.get_world_size()
-        gathered = counted.bytes("all_gather")
-        shares[spec] = round(gathered / fp32, 4), round((gathered + of_amaxes) / fp32, 4)
-        assert (
-            counted.count("all_gather") == 4 and shares[spec][0] == 0.25 and shares[spec][1] <= 0.27
-        ), shares
-    return shares
 
 
 def check_experts():

@@ -3,16 +3,20 @@ named."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from fsdp2_training import on_all_ranks, prepared_in
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
+from fp8_backends.formats.scaling import INPUT, SCALE
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
 from fp8_backends.tensors.sharded_tensor import local_part
 from fp8_backends.watch import guard
@@ -26,26 +30,20 @@ def training(backend: str, shard: bool = False, **fields):
         nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16)
     )
     recipe = fp8_backends.FP8RecipeKwargs(backend=backend, guard="skip", **fields)
-    fp8_backends.prepare(model, None, recipe)
-    model = fully_shard(model) if shard else DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    return fp8_backends.prepare(model, optimizer, recipe)
+    return prepared_in(fully_shard if shard else DistributedDataParallel, model, recipe, lr=1e-2)
 
 
 def batch() -> torch.Tensor:
     return torch.randn(16, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-def step(model, optimizer, x=None) -> None:
+def step(model, optimizer, x=None, tamper=lambda: None) -> None:
+    """`tamper` is called on rank 1, between backward and the step."""
     optimizer.zero_grad()
     model(batch() if x is None else x).float().square().mean().backward()
+    if dist.get_rank() == 1:
+        tamper()
     optimizer.step()
-
-
-def on_all_ranks(value) -> list:
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def kinds(optimizer) -> list[tuple[int, str]]:
@@ -63,15 +61,22 @@ def check_clipping_on_one_rank_skips_step_on_all():
 
 
 def check_flipped_bit_of_weight_or_scale_is_named():
-    model, optimizer = training("msamp:O2")
-    step(model, optimizer)
-    if dist.get_rank() == 1:
-        weight = model.module[2].weight
-        weight.codes.view(torch.int16)[0, 3] ^= 1
-    step(model, optimizer)
-    (fault,) = guard.faults(optimizer)
-    assert (fault.step, fault.kind, fault.where) == (2, "apart", ("2.weight",)), fault
-    assert fault.figures == "rank 1 holds other values than the first"
+    def flip_weight(layer):
+        layer.weight.codes.view(torch.int16)[0, 3] ^= 1
+
+    def flip_scale(layer):
+        layer.fp8_scaling[INPUT, SCALE] ^= 1 << 22
+
+    for backend, flip, place in (
+        ("msamp:O2", flip_weight, "2.weight"),
+        ("native:delayed", flip_scale, "2, its scaling state"),
+    ):
+        model, optimizer = training(backend)
+        step(model, optimizer)
+        step(model, optimizer, tamper=functools.partial(flip, model.module[2]))
+        (fault,) = guard.faults(optimizer)
+        assert (fault.step, fault.kind, fault.where) == (2, "apart", (place,)), fault
+        assert fault.figures == "rank 1 holds other values than the first"
 
 
 def check_rank_without_backward_is_named_and_stays_synchronized():

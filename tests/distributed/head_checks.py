@@ -9,12 +9,11 @@ from pathlib import Path
 import ranks
 import torch
 import torch.distributed as dist
-from fsdp2_training import mean, same_on_all_ranks, whole
+from fsdp2_training import mean, prepared_in, same_on_all_ranks, whole
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama import modeling_llama  # noqa: F401, here for all ranks: they are forked afterwards
 
-import fp8_backends
 from fp8_backends.convert.fused_head.deferred_logits import DeferredLogits
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
@@ -29,12 +28,9 @@ def _losses(
     wrap=None, rows: slice = slice(None), backend: str = "native:dynamic", **fields
 ) -> tuple[torch.nn.Module, list[float], type]:
     """(the model, mean losses of 5 steps on these rows of a batch, the class of its logits)"""
-    model = llama(tie_word_embeddings=True)
     spec = SPEC | fields | {"backend": backend}
-    fp8_backends.prepare(model, None, spec)
-    model = model if wrap is None else wrap(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    fp8_backends.prepare(model, optimizer, spec)
+    wrap = wrap or (lambda model: model)
+    model, optimizer = prepared_in(wrap, llama(tie_word_embeddings=True), spec, lr=5e-3)
     batch, losses = counting_batch()[rows], []
     for _ in range(5):
         output = model(input_ids=batch, labels=batch, use_cache=False)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import split_models
 import torch
 import torch.distributed as dist
+from fsdp2_training import same_on_all_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,7 +93,7 @@ ENGINES = {
 
 SPLIT = (*split_models.ENGINES, split_models.PIPELINE)
 WHOLE = tuple(name for name in ENGINES if name not in SPLIT)
-"""Engines with whole sequences and all layers on each rank; `split_checks.py` has the others."""
+"""Engines with whole sequences and all layers on each rank."""
 
 
 def refusal(backend: str, engine: str, ability: str) -> str | None:
@@ -113,10 +114,12 @@ def in_the_default_run(backend: str, engine: str) -> bool:
     )
 
 
-def compiled_in_the_default_run(backend: str, engine: str) -> bool:
-    return engine == "single" or (
-        engine in ("DDP", "FSDP2") and backend in ("native:delayed", "msamp:O4")
-    )
+COMPILED_IN_THE_DEFAULT_RUN = {
+    ("ao:tensorwise", "single"),
+    ("te:delayed", "single"),
+    ("native:delayed", "DDP"),
+    ("msamp:O4", "FSDP2"),
+}
 
 
 class Block(nn.Module):
@@ -325,9 +328,7 @@ def check_equal_on_all_ranks(model: nn.Module) -> None:
     """The scaling states of a stateful rule, though each rank has seen other tokens."""
     for name, layer in model.named_modules():
         if (state := getattr(layer, "fp8_scaling", None)) is not None:
-            states = [torch.empty_like(state) for _ in range(dist.get_world_size())]
-            dist.all_gather(states, state)
-            assert all(torch.equal(each, state) for each in states), name
+            assert same_on_all_ranks(state), name
 
 
 def check_equal_to_one_process(engine: str, losses: list[float]) -> None:
@@ -473,7 +474,7 @@ def checks(
             else:
                 made[name] = lambda b=backend, e=engine: check_cell(b, e)
                 if backend in column.compiled and (
-                    nightly or compiled_in_the_default_run(backend, engine)
+                    nightly or (backend, engine) in COMPILED_IN_THE_DEFAULT_RUN
                 ):
                     made[f"{name}_compiled"] = lambda b=backend, e=engine: check_compile(b, e)
     return made

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker
+from fsdp2_training import prepared_in
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -32,10 +33,8 @@ def trained(spec, sharded, every):
     fields = {"backend": spec, "monitor_every": every}
     with tempfile.TemporaryDirectory() as folder:
         fields["monitor_file"] = os.path.join(folder, "file")
-        fp8_backends.prepare(model, None, fields)
-        wrapped = fully_shard(model) if sharded else DistributedDataParallel(model)
-        _, optimizer = fp8_backends.prepare(
-            wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-3), fields
+        wrapped, optimizer = prepared_in(
+            fully_shard if sharded else DistributedDataParallel, model, fields
         )
         generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
         for _ in range(4):

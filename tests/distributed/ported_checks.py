@@ -26,7 +26,7 @@ from accelerate.utils import (
     save_fsdp_model,
 )
 from accelerate.utils.operations import broadcast, gather, pad_across_processes, reduce
-from ddp_training import WIDTH, Traffic, assert_equal_on_all_ranks, batch, mine, mlp, mse, wrapped
+from ddp_training import WIDTH, assert_equal_on_all_ranks, batch, mine, mlp, mse, wrapped
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -128,7 +128,7 @@ def mean_over_ranks(values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def check_no_sync_keeps_gradients_local():
     """`test_distributed_sync`."""
-    for backend in BACKENDS:
+    for backend in ("native:delayed", "msamp:O3"):
         pair = Pair(backend)
         model, accelerator = pair.model, pair.accelerator
         for index in range(2):
@@ -152,8 +152,8 @@ def check_no_sync_keeps_gradients_local():
 def check_accumulation_matches_bare_loop():
     """Port `test_gradient_accumulation_with_opt_and_scheduler`, with and without `sync_each_batch`.
     A scheduler steps once per rank; the last step has one microbatch."""
-    for backend in BACKENDS:
-        for each_batch in (False, True):
+    for each_batch, backends in ((False, BACKENDS[::2]), (True, BACKENDS[1::2])):
+        for backend in backends:
             plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each_batch)
             pair = Pair(backend, gradient_accumulation_plugin=plugin)
             data = [batch(index) for index in range(5)]
@@ -226,7 +226,7 @@ def check_accelerates_operations_see_plain_tensors():
 
 
 def check_sharded_weights_merge_into_a_plain_file():
-    for backend in BACKENDS:
+    for backend in ("ao:tensorwise", "msamp:O3"):
         accelerator = fsdp2_accelerate_checks.accelerator(
             backend, state_dict_type="SHARDED_STATE_DICT"
         )
@@ -250,23 +250,10 @@ def check_sharded_weights_merge_into_a_plain_file():
 # examples/by_feature
 
 
-def check_local_steps_with_sharded_states_are_refused():
-    pair = Pair("msamp:O3")
-    with pair.accelerator.no_sync(pair.model):
-        pair.accelerator.backward(mse(pair.model, mine(0)))
-        before = gradients(pair.model)
-        with pytest.raises(FP8BackendError, match="no_sync.*shard_states=False.*LocalSGD"):
-            pair.optimizer.step()
-        assert all_equal(gradients(pair.model), before)
-    pair.accelerator.backward(mse(pair.model, mine(1)))  # kept gradients are sent with it
-    pair.optimizer.step()
-    pair.assert_equal_on_all_ranks()
-
-
 def check_token_weighted_loss_accumulates_manually():
     """gradient_accumulation_for_autoregressive_models.py: all microbatches of a step share one
     divisor, under DDP's own `no_sync`, and Accelerate knows of one step only."""
-    for backend in BACKENDS:
+    for backend in ("ao:tensorwise", "msamp:O2"):
         pair = Pair(backend)
         for step in range(2):
             data = [mine(3 * step + index) for index in range(3)]
@@ -293,26 +280,6 @@ def check_token_weighted_loss_accumulates_manually():
         pair.assert_equal_weights()
 
 
-def check_metrics_are_gathered_once_per_row():
-    """Port multi_process_metrics.py: 37 rows in batches of 8 give 37 predictions, bitwise as on one
-    process."""
-    # with scales independent of the current rows
-    for backend in ("native:delayed", "msamp:O2", "msamp:O3"):
-        pair = Pair(backend)
-        for index in range(20):
-            pair.accelerator.backward(mse(pair.model, mine(index)))
-            pair.optimizer.step()
-            pair.optimizer.zero_grad()
-        x, y = batch(50, rows=37)
-        loader = pair.accelerator.prepare(DataLoader(TensorDataset(x, y), batch_size=8))
-        pair.model.eval()
-        with torch.no_grad():
-            parts = [pair.accelerator.gather_for_metrics((pair.model(x), y)) for x, y in loader]
-            expected = pair.accelerator.unwrap_model(pair.model)(x)
-        predictions, targets = (torch.cat(each) for each in zip(*parts, strict=True))
-        assert torch.equal(targets, y) and torch.equal(predictions, expected), backend
-
-
 def check_gradient_values_are_clipped():
     """`clip_grad_value_` of Accelerate, on averaged gradients."""
     for backend in BACKENDS:
@@ -331,24 +298,14 @@ def check_gradient_values_are_clipped():
 # Further behaviour under DDP
 
 
-def check_microbatches_are_reduced_once_per_step():
-    accelerator = fresh_accelerator("msamp:O2", gradient_accumulation_steps=4)
-    model = mlp()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
-    with Traffic() as traffic:
-        _train(accelerator, model, optimizer, range(8))
-    assert traffic.count("all_to_all_single") == 2 * len(Connection.find(model).reducer.buckets), (
-        traffic.calls
-    )
-    assert_equal_on_all_ranks(model, optimizer.optimizer)
-
-
 def check_regions_compile_under_ddp():
     plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
     accelerator = fresh_accelerator("msamp:O2", dynamo_plugin=plugin)
     model = Blocks()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     _train(accelerator, model, optimizer, range(2))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
     assert Connection.find(model).reducer is not None and "OptimizedModule" in repr(model)
     assert_equal_on_all_ranks(model, optimizer.optimizer)
 
@@ -364,17 +321,6 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-def check_a_loss_scaler_skips_on_all_ranks():
-    pair = Pair("msamp:O2", fields={"autocast_dtype": "fp16"})
-    _train(pair.accelerator, pair.model, pair.optimizer, range(2))
-    scale = pair.accelerator.scaler.get_scale()
-    pair.accelerator.backward(mse(pair.model, mine(2)) * (float("inf") if dist.get_rank() else 1.0))
-    pair.optimizer.step()
-    assert pair.optimizer.step_was_skipped and pair.accelerator.scaler.get_scale() < scale
-    pair.optimizer.zero_grad()
-    pair.assert_equal_on_all_ranks()
 
 
 def check_model_without_ddp_parameters_is_refused():

@@ -1,9 +1,9 @@
-"""Run checks on several ranks: one launch per file, since starting ranks takes most of the time.
+"""Run checks on several ranks: one launch for many, since starting ranks takes most of the time.
 
 A file of checks has functions `check_…()`, run in the order of the file on every rank inside one
 gloo process group, and ends with `if __name__ == "__main__": ranks.main(globals())`. A pytest test
 calls `report(subtests, run("file.py", ranks=2))`: each check is a subtest, and a failure on any
-rank fails it.
+rank fails it. `run("ranks.py", 2, "file", "other_file:check_…")` joins files in one launch.
 
 The ranks are real processes with torchrun's environment. `main` forks them after loading the file
 and its imports, in half of torchrun's time. `python -m torch.distributed.run --nproc_per_node 2
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import importlib
 import json
 import logging
 import os
@@ -82,10 +83,26 @@ def report(subtests, outcome: dict[str, dict]) -> None:
 
 def main(namespace: dict) -> None:
     """Run the checks of a file on every rank: the names on the command line, or all."""
+    checks = {name: namespace[name] for name in sys.argv[1:] or names_of(namespace)}
     if "RANK" in os.environ:  # torchrun has started this rank
-        _run_checks(namespace)
+        _run_checks(checks)
     else:
-        sys.exit(_fork_ranks(namespace, int(os.environ["RANKS"])))
+        sys.exit(_fork_ranks(checks, int(os.environ["RANKS"])))
+
+
+def names_of(namespace: dict) -> list[str]:
+    return [name for name in namespace if name.startswith("check_")]
+
+
+def of_files(words: list[str]) -> dict:
+    """Return `file:check` -> function. A file alone stands for all of its checks."""
+    checks = {}
+    for word in words:
+        file, _, name = word.partition(":")
+        namespace = vars(importlib.import_module(file))
+        for each in [name] if name else names_of(namespace):
+            checks[f"{file}:{each}"] = namespace[each]
+    return checks
 
 
 def shared_folder() -> str:
@@ -117,7 +134,7 @@ class Said(logging.Handler):
         logging.getLogger("fp8_backends").removeHandler(self)
 
 
-def _fork_ranks(namespace: dict, ranks: int) -> int:
+def _fork_ranks(checks: dict, ranks: int) -> int:
     """1 when a rank failed. The others are then given GRACE seconds."""
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
@@ -126,7 +143,7 @@ def _fork_ranks(namespace: dict, ranks: int) -> int:
 
     gc.collect()
     gc.freeze()  # loaded modules stay shared
-    alive = {_fork(namespace, rank): rank for rank in range(ranks)}
+    alive = {_fork(checks, rank): rank for rank in range(ranks)}
     deadline, failed = float("inf"), 0
     while alive:
         process, status = os.waitpid(-1, os.WNOHANG)
@@ -144,13 +161,13 @@ def _fork_ranks(namespace: dict, ranks: int) -> int:
     return failed
 
 
-def _fork(namespace: dict, rank: int) -> int:
+def _fork(checks: dict, rank: int) -> int:
     process = os.fork()
     if process == 0:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         code = 1
         try:
-            _run_checks(namespace)
+            _run_checks(checks)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -169,18 +186,17 @@ def _free_port() -> int:
             return port
 
 
-def _run_checks(namespace: dict) -> None:
+def _run_checks(checks: dict) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    checks = [name for name in namespace if name.startswith("check_")]
-    for name in sys.argv[1:] or checks:
+    for name, check in checks.items():
         torch.manual_seed(0)
         began = time.process_time()
         try:
-            figures = namespace[name]()
+            figures = check()
             dist.barrier()
         except BaseException:
             # at once: the others wait for this rank
@@ -205,3 +221,11 @@ def _say(result: dict) -> None:
     """Print one line for `run`, in one piece: ranks share their standard output."""
     sys.stdout.write(f"\nRESULT {json.dumps(result)}\n")
     sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    import ranks  # under the name by which files of checks know it
+
+    found = ranks.of_files(sys.argv[1:])
+    sys.argv[1:] = found
+    ranks.main(found)

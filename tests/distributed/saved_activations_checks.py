@@ -5,6 +5,8 @@ from __future__ import annotations
 import ranks
 import torch
 import torch.distributed as dist
+from conversion_steps import take_steps
+from fsdp2_training import prepared_in
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -37,19 +39,9 @@ def losses(wrap, value: str, backend: str) -> tuple[list[float], nn.Module]:
     recipe = fp8_backends.FP8RecipeKwargs(
         backend=backend, saved_activations=value, gradient_comm="plain"
     )
-    fp8_backends.prepare(model, None, recipe)
-    wrapped = wrap(model)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
-    fp8_backends.prepare(wrapped, optimizer, recipe)
+    wrapped, optimizer = prepared_in(wrap, model, recipe)
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-    found = []
-    for _ in range(STEPS):
-        loss = wrapped(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found, model
+    return take_steps(lambda: wrapped(x).float().square().mean(), optimizer, STEPS), model
 
 
 def sharded(model: nn.Module) -> nn.Module:

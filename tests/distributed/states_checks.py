@@ -4,7 +4,6 @@ import contextlib
 import copy
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
+from fsdp2_training import prepared_in, same_on_all_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -145,18 +145,6 @@ def assert_same(ours: tuple, theirs: tuple) -> None:
     assert_same_states(ours, theirs)
 
 
-def same_on_all_ranks(tensor: torch.Tensor) -> bool:
-    copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(copies, tensor)
-    return all(torch.equal(copy, copies[0]) for copy in copies)
-
-
-def shared_folder() -> str:
-    folders = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folders)
-    return folders[0]
-
-
 def other_optimizers() -> dict[str, Callable]:
     """Return constructors of the optimizers with PyTorch's steps. Muon supports only matrices."""
     return {
@@ -255,7 +243,7 @@ class Holder(nn.Module):
 
 def save_and_load(ours: tuple, theirs: tuple) -> None:
     """Take the states of one optimizer to another through `torch.distributed.checkpoint`."""
-    folder = shared_folder()
+    folder = ranks.shared_folder()
     saved = get_optimizer_state_dict(Holder(ours[0]), ours[1])
     assert all(
         type(local_part(v)) is torch.Tensor
@@ -585,7 +573,7 @@ def accelerated(**fields) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer
 
 
 def check_accelerate_saves_and_loads_sharded_states():
-    folder = shared_folder()
+    folder = ranks.shared_folder()
     accelerator, model, optimizer = accelerated()
     assert optimizer.optimizer.fp8_owners is not None
     train(model, optimizer, range(3))
@@ -607,7 +595,7 @@ def check_accelerate_saves_and_loads_sharded_states():
 
 
 def check_scaling_state_refused_by_one_rank_is_refused_by_all():
-    folder = shared_folder()
+    folder = ranks.shared_folder()
     accelerator, model, optimizer = accelerated()
     train(model, optimizer, range(2))
     accelerator.save_state(folder)
@@ -626,7 +614,7 @@ def check_scaling_state_refused_by_one_rank_is_refused_by_all():
 
 def check_checkpoint_of_several_ranks_is_whole_or_refused():
     """Include a rank without write access, ranks with local disks, and a damaged file."""
-    folder = shared_folder()
+    folder = ranks.shared_folder()
     rank = dist.get_rank()
     accelerator, model, optimizer = accelerated()
     train(model, optimizer, range(2))
@@ -670,7 +658,7 @@ def check_trainer_saves_o3_on_one_rank_and_resumes_bitwise():
     """Trainer saves the optimizer only on rank 0, so its states are not sharded."""
     from trainers.tiny_trainers import losses_of, trainer_for
 
-    folder = shared_folder()
+    folder = ranks.shared_folder()
     losses = []
     for resume in (None, f"{folder}/checkpoint-2"):
         AcceleratorState._reset_state(True)
@@ -701,14 +689,14 @@ def environment(**variables: str):
 
 
 def sharded_model(level: str, **fields) -> tuple[nn.Module, torch.optim.Optimizer]:
-    recipe = fp8_backends.resolve({"backend": f"msamp:{level}", **fields})
+    def shard_layers(model):
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
-    fp8_backends.prepare(model, None, recipe)
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3), recipe)
+    return prepared_in(shard_layers, model, {"backend": f"msamp:{level}", **fields})
 
 
 def check_bytes_per_element_on_each_rank():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from engines import WithoutGPUs
+from engines import engine_arguments, start_engine
+from fsdp2_training import on_all_ranks, same_on_all_ranks
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -102,12 +101,6 @@ def train(
     return losses
 
 
-def alike(tensor: torch.Tensor) -> bool:
-    copies = [None] * dist.get_world_size()
-    dist.all_gather_object(copies, tensor.detach().clone())
-    return all(torch.equal(each, copies[0]) for each in copies)
-
-
 def states_of(model) -> list[torch.Tensor]:
     return scaling_buffers(prepared_roots(model))
 
@@ -176,8 +169,10 @@ def check_levels_store_parts_with_scale_of_whole_weight():
         exact, shared = train(alone, of_one, 4), train(together, optimizer, 4)
         gap = max(abs(a / b - 1) for a, b in zip(exact, shared, strict=True))
         assert gap < 1e-5, (level, exact, shared)
-        assert type(together.mix.weight) is ScaledTensor and alike(together.mix.weight.exact())
-        assert alike(local_part(together.block.down.weight).scale_inv)
+        assert type(together.mix.weight) is ScaledTensor and same_on_all_ranks(
+            together.mix.weight.exact()
+        )
+        assert same_on_all_ranks(local_part(together.block.down.weight).scale_inv)
         figures[level] = fp8_backends.audit(together, optimizer).bytes_per_element["total"]
         values = together.block.up.weight.full_tensor()
         fp8_backends.restore(together)
@@ -211,41 +206,18 @@ def check_refusals():
 # Accelerate
 
 
-def prepared(spec, dp: int = 1, seed: int = 0, **fields):
+def prepared(spec, engine: str = "TP", **fields):
     """Return (accelerator, model, optimizer) as a user makes them."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    arguments = {}
-    if dp > 1:
-        arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
-            cpu_ram_efficient_loading=False,
-        )
+    arguments = engine_arguments(engine, clip=0.0, microbatches=1)
     recipe = fp8_backends.FP8RecipeKwargs(backend=spec, **fields)
-    parallelism = WithoutGPUs(tp_size=2, dp_shard_size=dp)
-    acc = Accelerator(
-        mixed_precision="fp8",
-        kwargs_handlers=[recipe],
-        parallelism_config=parallelism,
-        cpu=True,
-        **arguments,
-    )
-    if dp > 1:  # without a GPU, Accelerate always takes DDP
-        for state in (PartialState, AcceleratorState):
-            state._shared_state["distributed_type"] = DistributedType.FSDP
-        AcceleratorState._shared_state["fsdp_plugin"] = arguments["fsdp_plugin"]
-    torch.manual_seed(seed)
+    acc = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe], cpu=True, **arguments)
+    start_engine(acc, engine, arguments)
+    torch.manual_seed(0)
     model = split(Net(), acc.torch_device_mesh["tp"])
     model.tp_size = 2  # Accelerate asks for it
     return acc, *acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-
-def shared_folder() -> str:
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names)
-    return names[0]
 
 
 def check_guard_compares_and_skips_on_all_ranks():
@@ -271,7 +243,7 @@ def check_files_hold_whole_values():
     """Read files of two ranks on one process. (`matrix.py` continues from them bitwise on two.)"""
     acc, model, optimizer = prepared("msamp:O2")
     train(model, optimizer, 2, backward=acc.backward)
-    folder = shared_folder()
+    folder = ranks.shared_folder()
     acc.save_state(folder)
     acc.save_model(model, f"{folder}/model")
     values, stock = acc.get_state_dict(model), Net()
@@ -292,10 +264,10 @@ def rows() -> slice:
 
 
 def fsdp2_over_parts():
-    acc, model, optimizer = prepared("native:delayed", dp=2)
+    acc, model, optimizer = prepared("native:delayed", engine="TPxDP")
     losses = train(model, optimizer, 3, rows=rows(), backward=acc.backward)
     assert losses[-1] < losses[0], losses
-    assert states_of(model) and all(map(alike, states_of(model)))
+    assert states_of(model) and all(map(same_on_all_ranks, states_of(model)))
     products = fp8_backends.audit(model, optimizer.optimizer).products
     assert len(products) == 3 and all(count["wgrad"] == 3 for count in products.values()), products
 
@@ -303,21 +275,20 @@ def fsdp2_over_parts():
 def fsdp2_gathers_the_common_scale():
     """Write values to shards with the scale of the whole tensor, over both dimensions of the
     mesh."""
-    acc, model, optimizer = prepared("msamp:O2", dp=2)
+    acc, model, optimizer = prepared("msamp:O2", engine="TPxDP")
     for name, places in (("up", [0, 64, 32, 96]), ("down", None)):
         weight = getattr(model.block, name).weight
         assert (
             weight.device_mesh.shape == (2, 2) and weight.to_local().numel() * 4 == weight.numel()
         )
-        first = [None] * 4
-        dist.all_gather_object(first, first_element(weight))
+        first = on_all_ranks(first_element(weight))
         assert len(set(first)) == 4 and (
             places is None or first == [row * WIDTH for row in places]
         ), (name, first)
         with torch.no_grad():
             local_part(weight).copy_(torch.full(weight.to_local().shape, 2.0 ** dist.get_rank()))
     train(model, optimizer, 1, rows=rows(), backward=acc.backward)
-    assert alike(local_part(model.block.up.weight).scale_inv) and alike(
+    assert same_on_all_ranks(local_part(model.block.up.weight).scale_inv) and same_on_all_ranks(
         local_part(model.block.down.weight).scale_inv
     )
 

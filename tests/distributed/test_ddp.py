@@ -1,35 +1,15 @@
-"""Levels and FP8 communication under DDP, on 2 and 4 ranks."""
+"""The parameters of a level that DDP ignores, on one process."""
 
 from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
-from ranks import report, run
 from torch import nn
 
 import fp8_backends
 from fp8_backends.comm.ddp import IGNORE_LIST, leaves_nothing
 from fp8_backends.convert.conversion import restore
-
-ON_FOUR_RANKS = (
-    "check_microbatches_are_summed_in_fp32_and_reduced_once",
-    "check_unused_weights_and_keyword_only_inputs",
-    "check_uneven_inputs",
-    "check_subgroup_ddp_uses_its_group_and_timeout",
-    "check_bytes_sent_by_a_rank",
-)
-
-
-@pytest.mark.slow
-def test_ddp_on_two_ranks(subtests):
-    report(subtests, run("ddp_checks.py", 2))
-
-
-@pytest.mark.slow
-def test_ddp_on_four_ranks(subtests):
-    report(subtests, run("ddp_checks.py", 4, *ON_FOUR_RANKS))
 
 
 def prepared(spec: str = "msamp:O2") -> nn.Sequential:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import pytest
 from ranks import report, run
 
+ENVIRONMENT = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
+"""Not ACCELERATE_USE_CPU: under it Accelerate leaves DeepSpeed out and trains with DDP."""
+
 
 @pytest.mark.slow
 def test_deepspeed_trains_in_fp8_on_two_ranks(subtests):
-    pytest.importorskip("deepspeed")
-    # not ACCELERATE_USE_CPU: under it Accelerate leaves DeepSpeed out and trains with DDP
-    environment = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
-    report(subtests, run("deepspeed_checks.py", 2, **environment))
+    report(subtests, run("deepspeed_checks.py", 2, **ENVIRONMENT))
 
 
 @pytest.mark.slow
 def test_levels_train_under_deepspeed_as_under_ddp(subtests):
-    pytest.importorskip("deepspeed")
-    environment = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
-    report(subtests, run("deepspeed_level_checks.py", 2, **environment))
+    report(subtests, run("deepspeed_level_checks.py", 2, **ENVIRONMENT))
 
 
 @pytest.mark.parametrize(
@@ -27,12 +25,7 @@ def test_levels_train_under_deepspeed_as_under_ddp(subtests):
 def test_routes_to_levels_under_deepspeed(count, subtests, tmp_path):
     """By Trainer and by files of other projects; checkpoints of two ranks resume on one and
     four."""
-    pytest.importorskip("deepspeed")
-    environment = {
-        "ACCELERATE_USE_CPU": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-        "DEEPSPEED_CHECKPOINTS": str(tmp_path),
-    }
+    environment = ENVIRONMENT | {"DEEPSPEED_CHECKPOINTS": str(tmp_path)}
     checks = ["write_checkpoints"]
     if count == 1:
         checks += ["check_trainer_resumes_bitwise", "check_files_of_other_projects"]
@@ -53,11 +46,13 @@ def test_routes_to_levels_under_deepspeed(count, subtests, tmp_path):
 
 @pytest.mark.nightly
 def test_levels_under_deepspeed_on_four_ranks(subtests):
-    pytest.importorskip("deepspeed")
-    environment = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
     checks = (
         "check_losses_equal_ddp_at_every_stage",
-        "check_bytes_a_weight_on_each_rank",
         "check_wire_as_under_ddp",
     )
-    report(subtests, run("deepspeed_level_checks.py", 4, *checks, **environment))
+    report(subtests, run("deepspeed_level_checks.py", 4, *checks, **ENVIRONMENT))
+
+
+@pytest.mark.nightly
+def test_a_compiled_engine_trains_and_proves_it(subtests):
+    report(subtests, run("deepspeed_checks.py", 2, "compiled_engine", **ENVIRONMENT))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ranks import run
 from simulation_checks import WORKLOAD
 from transformers import LlamaConfig
+from widths import nightly
 
 from fp8_backends.errors import FP8BackendError, RecipeError
 from fp8_backends.tools.estimate import ModelShape, Workload, simulation
@@ -51,12 +52,9 @@ OF_EACH_KIND = [ON_TWO[i] for i in (1, 4, 5, 8, 11)]
     ("ranks", "cases"),
     [
         pytest.param(2, OF_EACH_KIND, marks=pytest.mark.slow),
+        nightly(2, [case for case in ON_TWO if case not in OF_EACH_KIND]),
         # in halves: on two busy cores a whole one takes longer than a test may
-        *(
-            pytest.param(count, cases[half::2], marks=pytest.mark.nightly)
-            for count, cases in ((2, ON_TWO), (4, ON_FOUR))
-            for half in (0, 1)
-        ),
+        *(nightly(4, ON_FOUR[half::2]) for half in (0, 1)),
     ],
 )
 def test_bytes_and_peaks_are_those_of_real_ranks(ranks, cases, subtests):
@@ -97,7 +95,7 @@ def llama(layers):
     [
         ("native:dynamic", {"shard": 64}),
         ("msamp:O4", {"replicate": 8, "shard": 8}),
-        pytest.param("msamp:O2", {"shard": 8, "tp": 8}, marks=pytest.mark.nightly),
+        nightly("msamp:O2", {"shard": 8, "tp": 8}),
     ],
 )
 def test_eight_layers_are_what_five_tell(backend, mesh, monkeypatch):

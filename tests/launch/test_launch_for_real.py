@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 import warm_process
 from intercepted import free_port
-from widths import nightly
-
-import fp8_backends
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
@@ -56,9 +53,7 @@ def written(output: Path) -> list[dict]:
     [
         ((*OURS, "--cpu", *TWO), 2, {}),
         ((*OURS, "--use_deepspeed", *ONE), 1, {}),
-        nightly((*STOCK, "--cpu"), 1, {}),
         ((*STOCK, "--multi_gpu", *TWO), 2, {"ACCELERATE_USE_CPU": "true"}),
-        nightly((*STOCK, "--use_deepspeed", *ONE), 1, {}),
     ],
     ids=lambda value: " ".join(value[1:5]) if isinstance(value, tuple) else "",
 )  # fmt: skip
@@ -234,7 +229,6 @@ def test_a_folder_with_a_main_file_runs(folder):
         ("raise SystemExit('gone')", 1),
         ("1 / 0", 1),
         ("import os; os._exit(9)", 9),
-        ("x", 1),
     ],
 )
 def test_exit_codes_and_tracebacks_match_the_script(source, code, folder):
@@ -249,7 +243,7 @@ def test_exit_codes_and_tracebacks_match_the_script(source, code, folder):
         )
         # with torch 2.15 a list of leaks follows the error
         own = done.stderr.partition("\nnanobind:")[0]
-        assert own.rstrip().splitlines()[-1].split(":")[0] in ("ZeroDivisionError", "NameError")
+        assert own.rstrip().splitlines()[-1].split(":")[0] == "ZeroDivisionError"
 
 
 @pytest.mark.slow
@@ -284,7 +278,7 @@ import torch
 from accelerate import Accelerator
 
 prepared, steps = sys.argv[1].split(","), int(sys.argv[2])
-accelerator = Accelerator(**eval(sys.argv[3]))
+accelerator = Accelerator()
 model = torch.nn.Linear(32, 16)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 if "model" in prepared:
@@ -304,13 +298,10 @@ TRAINED = f"{NO_PROOF}: no optimizer that made a step was prepared with its mode
 @pytest.mark.parametrize(
     ("arguments", "flags", "code", "said"),
     [
-        nightly("none 2 {}", "", 1, TRAINED),
-        ("model 2 {}", "", 1, TRAINED),
-        ("none 2 {}", "--fp8_on_unproven warn", 0, TRAINED),
-        ("model,optimizer 0 {}", "", 0, f"{NO_PROOF}\n"),
-        ("model,optimizer 2 {}", "", 0, ""),
-        # with a warning by the Accelerator
-        nightly("none 2 {'mixed_precision':'bf16'}", "", 0, ""),
+        ("model 2", "", 1, TRAINED),
+        ("none 2", "--fp8_on_unproven warn", 0, TRAINED),
+        ("model,optimizer 0", "", 0, f"{NO_PROOF}\n"),
+        ("model,optimizer 2", "", 0, ""),
     ],
 )
 def test_script_without_proof_warns(arguments, flags, code, said, folder):
@@ -354,7 +345,3 @@ def test_code_overriding_launch_warns_once_on_one_rank(tmp_path):
     for rank in written(tmp_path / "output"):
         recipe = rank["recipe"]
         assert (recipe["name"], recipe["margin"], recipe["interval"]) == ("native:delayed", 2, 3)
-
-
-def test_wheel_has_version_of_tested_package():
-    assert Path(fp8_backends.__file__).is_relative_to(REPOSITORY)

@@ -1,7 +1,6 @@
 """Train like a typical script: FP8 appears only in the report at its end.
 
-    trained.py OUTPUT [--import] [--mixed_precision P] [--handler JSON] [--other_handlers] [--clip]
-    [--blocks]
+    trained.py OUTPUT [--import] [--handler JSON]
 
 Writes OUTPUT.RANK with the recipe, products, losses and surroundings of this rank. `--import`
 imports fp8_backends first, as scripts under stock Accelerate's launcher must.
@@ -18,11 +17,7 @@ import sys
 parser = argparse.ArgumentParser()
 parser.add_argument("output")
 parser.add_argument("--import", action="store_true", dest="imports")
-parser.add_argument("--mixed_precision")
 parser.add_argument("--handler", type=json.loads)
-parser.add_argument("--other_handlers", action="store_true", help="handlers that are not about FP8")
-parser.add_argument("--clip", action="store_true", help="clip gradients and report their norm")
-parser.add_argument("--blocks", action="store_true", help="a model of repeated blocks")
 parser.add_argument(
     "--fp8_backend", help="the script's own argument, of the same name as the launcher's"
 )
@@ -33,7 +28,7 @@ if options.imports:
 
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DeepSpeedPlugin, GradScalerKwargs, InitProcessGroupKwargs  # noqa: E402
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs  # noqa: E402
 from torch import nn  # noqa: E402
 
 STEPS = 3
@@ -59,56 +54,27 @@ def accelerator_arguments() -> dict:
     return {}
 
 
-class Blocks(nn.Module):
-    """Put two blocks of one class between layers that adapt the sizes."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 16)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2))
-
-    def forward(self, x):
-        x = self.up(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.down(x)
-
-
 def train() -> dict:
     arguments = accelerator_arguments()
-    if options.mixed_precision:
-        arguments["mixed_precision"] = options.mixed_precision
     if options.handler:
         import fp8_backends
 
         fields = dict(options.handler)
         arguments["kwargs_handlers"] = [getattr(fp8_backends, fields.pop("class"))(**fields)]
-    if options.other_handlers:
-        timeout = datetime.timedelta(seconds=30)
-        arguments["kwargs_handlers"] = [
-            InitProcessGroupKwargs(timeout=timeout),
-            GradScalerKwargs(init_scale=1024.0),
-        ]
     accelerator = Accelerator(**arguments)
     torch.manual_seed(0)
-    model = (
-        Blocks()
-        if options.blocks
-        else nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
-    )
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
     x = torch.randn(16, 32)
     y = torch.tanh(x[:, :16])
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
-    losses, norms = [], []
+    losses = []
     for _ in range(STEPS):
         loss = nn.functional.mse_loss(model(x), y)
         accelerator.backward(loss)
-        if options.clip:
-            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return {"losses": losses, "norms": norms, **described(accelerator, model)}
+    return {"losses": losses, **described(accelerator, model)}
 
 
 def described(accelerator, model) -> dict:
@@ -119,10 +85,6 @@ def described(accelerator, model) -> dict:
         "recipe": recipe and recipe.to_dict(),
         "products": fp8_backends.audit(model).products if recipe else None,
         "kind": type(model).__name__,
-        "precision": accelerator.mixed_precision,
-        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        if "torch._dynamo" in sys.modules
-        else 0,
         "rank": accelerator.process_index,
         "ranks": accelerator.num_processes,
         "argv": sys.argv,

@@ -44,8 +44,15 @@ def load_once(tmp_path_factory):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("anew", [True, False], ids=["new folders", "the same folder"])
-@pytest.mark.parametrize("backend", [*BACKENDS, ON_TWO_RANKS, OFFLOADED])
+@pytest.mark.parametrize(
+    ("backend", "anew"),
+    [
+        (backend, anew)
+        for number, backend in enumerate([*BACKENDS, ON_TWO_RANKS, OFFLOADED])
+        for anew in (True, False)
+        if STRESS > 1 or number % 2 == anew
+    ],
+)
 def test_training_killed_in_a_save_resumes_to_the_bit(backend, anew, tmp_path):
     forked(lambda: kill_everywhere(backend, tmp_path, anew))
 

@@ -29,7 +29,7 @@ import fp8_backends
 from fp8_backends.states import levels
 
 AO = "ao:tensorwise"
-NATIVE = ("native:dynamic", "native:delayed", "native:blockwise", "msamp:O2", "msamp:O3")
+NATIVE = ("native:delayed", "native:blockwise", "msamp:O3")
 REPETITIONS = 2 * STRESS
 ONCE = {kind: 1 for kind in ("fprop", "dgrad", "wgrad")} | {"recomputed": 0}
 
@@ -255,15 +255,6 @@ def test_user_profiles_in_another_thread():
     for _ in range(REPETITIONS):
         done = threading.Event()
         at_once(train, watch)[0].check_proven()
-
-
-def test_proof_follows_after_a_users_profiler():
-    training = Training()
-    with users_profiler() as profiler:
-        training.train(2)
-    assert any("mm" in event.key for event in profiler.key_averages())
-    assert fp8_backends.audit(training.model).products["0"]["fprop"] == 0
-    training.train(2).check_proven()
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])

@@ -108,8 +108,10 @@ def reference(spec) -> list[float]:
     return train(model, network, exclude)
 
 
-@pytest.mark.parametrize("cls", [Kohya, Lycoris, OneTrainer])
-@pytest.mark.parametrize("spec", ["native:dynamic", "native:delayed", "ao:tensorwise"])
+@pytest.mark.parametrize(
+    ("cls", "spec"),
+    [(Kohya, "native:delayed"), (Lycoris, "ao:tensorwise"), (OneTrainer, "native:dynamic")],
+)
 def test_original_runs_in_fp8_in_both_orders(cls, spec):
     expected = reference(spec)
     for applied_first in (True, False):

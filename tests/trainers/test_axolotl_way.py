@@ -46,8 +46,7 @@ class Asks(Trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("replaces", [True, False])
+@pytest.mark.parametrize(("recipe", "replaces"), [("tensorwise", True), ("rowwise", False)])
 def test_every_weight_trains_in_fp8_over_bf16(
     recipe, replaces, compiled_anew, monkeypatch, tmp_path
 ):

@@ -43,7 +43,6 @@ def trained(folder, model=None, **given):
 BYTES = {
     "native": 4,
     "native fp8_params": 1,
-    "msamp:O1": 2,
     "msamp:O2": 2,
     "msamp:O3": 3,
     "msamp:O4": 2,
@@ -154,13 +153,13 @@ ADAPTERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("safe_merge", [False, True])
 @pytest.mark.parametrize(
     "backend, kind",
     [*(("native", kind) for kind in ADAPTERS), ("msamp:O2", "LoRA"), ("msamp:O4", "DoRA")],
 )
-def test_merge_and_unmerge_equal_stock_to_the_bit(backend, kind, safe_merge, tmp_path):
+def test_merge_and_unmerge_equal_stock_to_the_bit(backend, kind, tmp_path):
     torch.manual_seed(0)
+    safe_merge = backend == "native" and kind in list(ADAPTERS)[::2]
     model, stock = (
         get_peft_model(llama(num_hidden_layers=1), copy.deepcopy(ADAPTERS[kind])) for _ in range(2)
     )
@@ -192,8 +191,7 @@ def test_merge_and_unmerge_equal_stock_to_the_bit(backend, kind, safe_merge, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_with_inputs_that_require_gradients(reentrant, launched, tmp_path):
+def test_checkpointing_with_inputs_that_require_gradients(launched, tmp_path):
     """PEFT's recipe for a frozen embedding; Trainer calls `enable_input_require_grads` too."""
     launched("native:delayed", params="true")
     plain = trained(tmp_path, max_steps=3)
@@ -201,7 +199,7 @@ def test_checkpointing_with_inputs_that_require_gradients(reentrant, launched, t
     model.enable_input_require_grads()
     kept = {
         "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
     }
     trainer = trained(tmp_path, model, max_steps=3, **kept)
     assert losses_of(trainer) == losses_of(plain)
