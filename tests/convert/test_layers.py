@@ -56,9 +56,14 @@ def expected_backend(name: str, base: str, layers: dict) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "base", ["native:dynamic", "native:delayed", "ao:tensorwise", "native:window"]
+    ("base", "other"),
+    [
+        ("native:dynamic", "ao:rowwise"),
+        ("native:delayed", "native:rowwise"),
+        ("ao:tensorwise", "native:rowwise"),
+        ("native:window", "ao:rowwise"),
+    ],
 )
-@pytest.mark.parametrize("other", ["native:rowwise", "ao:rowwise"])
 def test_mixed_layers_equal_layers_prepared_one_by_one(base, other):
     layers = {**LAYERS, "*.[qk]_proj": other}
     by_hand = llama()
