@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
-import by_ranks  # noqa: E402
 import largest  # noqa: E402
 import linear  # noqa: E402
 import measuring  # noqa: E402
@@ -49,49 +47,6 @@ def test_documents_show_measured_figures():
     in_pages = (("models", "cards", "llmq", "offloaded"), ("published",))
     assert shown == [{name: made.pop(name) for name in names} for names in in_pages]
     assert measurements == made
-
-
-def test_summary_figures_come_from_records():
-    peaks = {"bf16": 1000, "msamp:O1": 700, "msamp:O2": 400, "msamp:O3": 450}
-    results = [
-        {"backend": name, "peak_tensor_bytes": peak, "bytes_per_element": {"total": peak / 100}}
-        for name, peak in peaks.items()
-    ]
-    shown = tables.main_figures(
-        {"memory_cpu_avx512_bf16": {"machine": MACHINE, "results": results}}
-    )
-    assert "  \N{MINUS SIGN}60 %\n" in shown and "  7, 4, 4\n" in shown
-    assert "AMD EPYC (avx512_bf16), torch 2.13.0, 21 November 2026." in shown
-    results = [
-        {
-            "backend": name,
-            "form": "compiled",
-            "times_plain": {"ratio": ratio},
-            "peak_to_plain": peak,
-        }
-        for name, ratio, peak in (
-            ("native:dynamic", 1.4, 0.9),
-            ("ao:tensorwise", 1.2, 1.1),
-            ("msamp:O2", 1.5, 0.6),
-        )
-    ]
-    records = {
-        "step_8b_gpu": {"machine": MACHINE | {"chip": "NVIDIA H200", "gpus": 1}, "results": results}
-    }
-    shown = tables.summary(records)
-    assert re.search(
-        r"^``native:dynamic`` +1.40 +\N{MINUS SIGN}10 % +not yet measured$", shown, re.M
-    )
-    assert (
-        re.search(r"^``msamp:O2`` +1.50 +\N{MINUS SIGN}40 % +not yet", shown, re.M)
-        and "NVIDIA H200, against bf16 autocast over FP32 weights" in shown
-    )
-    shown = tables.main_figures(records)
-    assert re.search(r"^\*\*on a GPU\*\*.*  1.40, 1.20, 1.50$", shown, re.M)
-    assert re.search(
-        r"^peak memory of that step.*  \N{MINUS SIGN}10 %, \+10 %, \N{MINUS SIGN}40 %$", shown, re.M
-    )
-    assert "GPU figures are from one NVIDIA H200" in shown
 
 
 def test_command_writes_named_documents(tmp_path, monkeypatch):
@@ -203,28 +158,6 @@ def test_targets_read_one_kind_of_cpu():
     assert measured[2] == ["1.7", "at most 1", "missed"] and measured[3][2] == "not yet measured"
 
 
-def test_each_kind_of_cpu_has_a_table_naming_its_baseline():
-    step = {
-        "backend": "fp32",
-        "form": "eager",
-        "tokens_per_second": 9,
-        "times_plain": dict.fromkeys("ratio low high".split(), 1.0),
-    }
-    step |= {"peak_bytes": None, "flops_share": 0.0, "last_loss": 2.0}
-    record = {"machine": MACHINE, "results": [step]}
-    made = tables.TABLES["step"](
-        {"step_cpu_avx2": record | {"precision": "fp32"}, "step_cpu_amx_bf16": record}
-    )
-    usual, avx2, amx = made.split("A whole training step")[1:4]
-    assert "(avx512_bf16): not yet measured" in usual and "times FP32" not in amx
-    assert (
-        "(avx2: without bf16 products)" in avx2
-        and "times FP32" in avx2
-        and "(amx_bf16)" in amx
-        and "times bf16" in amx
-    )
-
-
 def test_table_names_machine_versions_and_date():
     records = {"linear_cpu_avx512_bf16": linear_record(0.4)}
     document = "Before\n\n.. begin table linear\n\nold\n\n.. end table linear\n\nAfter\n"
@@ -243,31 +176,6 @@ def test_table_names_machine_versions_and_date():
     assert tables.written(made, records) == made
     others = document.replace("linear", "chips")
     assert tables.written(others, records) == others
-
-
-AWS = {
-    # nodes: tokens/s/GPU and loss without and with FP8, of the 7B model
-    1: (9350, 6.595, 11000, 6.602),
-    2: (9400, 6.688, 10750, 6.695),
-    32: (7900, 6.523, 9700, 6.649),
-}
-
-
-def test_the_columns_by_ranks_follow_one_formula():
-    """Recompute the published throughputs: their own percentages mix two formulas."""
-    results = []
-    for nodes, (bf16, bf16_loss, fp8, fp8_loss) in AWS.items():
-        results.append(
-            {"ranks": nodes, "backend": "bf16", "tokens_per_second": bf16, "loss": bf16_loss}
-        )
-        results.append(
-            {"ranks": nodes, "backend": "te:delayed", "tokens_per_second": fp8, "loss": fp8_loss}
-        )
-    made = {(each["ranks"], each["backend"]): each for each in by_ranks.compared(results, "bf16")}
-    assert [round(100 * made[n, "te:delayed"]["faster"], 1) for n in AWS] == [17.6, 14.4, 22.8]
-    assert [round(100 * made[n, "te:delayed"]["decrease"], 1) for n in AWS] == [0, 2.3, 11.8]
-    assert [round(100 * made[n, "bf16"]["decrease"], 1) for n in AWS] == [0, -0.5, 15.5]
-    assert [round(100 * made[n, "te:delayed"]["loss_above"], 2) for n in AWS] == [0.11, 0.10, 1.93]
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import warm_process
-from tools.comparing import compared
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import estimate as estimate_benchmark  # noqa: E402
 import experts as experts_benchmark  # noqa: E402
-import levels_loss  # noqa: E402
 import long_run  # noqa: E402
 import measuring  # noqa: E402
 import tables  # noqa: E402
@@ -118,6 +116,18 @@ def test_cpu_only_benchmarks_run_and_write_records(tmp_path):
     assert done.stdout.count("not yet measured") == (6 if targets.has_bf16(features) else 3)
     assert tables.TABLES["start-up"](found).count(f"({features}") == 3
     assert {each["ranks"] for each in found[f"by_ranks_cpu_{features}"]["results"]} == {1, 2}
+
+
+@pytest.mark.nightly
+def test_cost_of_a_level_is_rehearsed(tmp_path):
+    names = ["levels_loss", "long_run"]
+    options = ["--levels", "msamp:O2", "--small", "--only", ",".join(names)]
+    done = rehearse("cpu.sh", *options, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = records(tmp_path)
+    assert set(found) == {f"{name}_cpu_{measuring.cpu_features()}" for name in names}
+    for name in ("levels", "long-run"):
+        assert "``msamp:O2``" in tables.TABLES[name](found)
 
 
 @pytest.mark.nightly
@@ -315,20 +325,6 @@ def test_rollouts_of_the_trainers_codes_have_no_policy_gap(tmp_path):
 
 
 @pytest.mark.nightly
-def test_comparison_has_one_row_per_level(tmp_path):
-    comparison = compared(tmp_path, "msamp:O2", steps=1)
-    plain, level = found = levels_loss.found_of(comparison.results)
-    assert [row["backend"] for row in found] == ["bf16", "msamp:O2"] and plain["gap"] is None
-    gaps = [level["by_seed"][seed] - plain["by_seed"][seed] for seed in (0, 1)]
-    assert level["gap"]["mean"] == pytest.approx(sum(gaps) / 2) != 0 and level["gap"]["pairs"] == 2
-    assert levels_loss.printed(found).count("\n") == 3
-    written = tables.TABLES["levels"](
-        {"levels_loss_cpu_avx2": {"machine": measuring.machine(), "results": found}}
-    )
-    assert f"``msamp:O2``  {level['held_out_loss']:.4f}" in written
-
-
-@pytest.mark.nightly
 def test_experts_are_trained_measured_and_paired():
     settings = argparse.Namespace(steps=1, lr=1e-3, sequence=16, batch=2, held_out=2)
     runs = [
@@ -349,27 +345,6 @@ def test_experts_are_trained_measured_and_paired():
         {"experts_cpu_avx2": {"machine": measuring.machine(), "results": found}}
     )
     assert f"Mixtral  ``msamp:O4``  {level['held_out_loss']:.4f}" in written
-
-
-@pytest.mark.nightly
-def test_long_run_is_paired_and_tracks_scales():
-    settings = argparse.Namespace(
-        steps=6, points=3, lr=1e-3, hidden=64, layers=1, sequence=16, batch=2, held_out=4
-    )
-    plain, level = (long_run.train((backend, settings)) for backend in ("fp32", "msamp:O2"))
-    assert [point["step"] for point in plain["points"]] == [1, 2, 4, 6]
-    first, last = ([run["points"][i]["train_loss"] for run in (plain, level)] for i in (0, -1))
-    assert (
-        first[1] == pytest.approx(first[0], rel=1e-2) and last[0] < first[0] and last[1] < first[1]
-    )
-    assert {"weight", "gradient", "exp_avg", "exp_avg_sq"} < level["scales"][-1].keys()
-    assert plain["scales"][-1] == {"step": 6} and not plain["stuck"] and not level["stuck"]
-    written = tables.TABLES["long-run"](
-        {"long_run_cpu_avx2": {"machine": measuring.machine(), "runs": [plain, level]}}
-    )
-    assert re.search(r"``msamp:O2``  \d\.\d{4} .* 0$", written, re.M) and long_run.printed(
-        [plain, level]
-    )
 
 
 def test_stuck_scale_is_reported():
