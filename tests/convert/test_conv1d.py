@@ -173,9 +173,7 @@ def only_the_head_remains(model: nn.Module, optimizer) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", ["native:dynamic", "native:mxfp8", "ao:rowwise", "msamp:O2", "msamp:O4"]
-)
+@pytest.mark.parametrize("spec", ["native:mxfp8", "ao:rowwise", "msamp:O2"])
 def test_gpt2_matches_linear_layers_and_loads_into_stock(spec, tmp_path):
     """Match losses bitwise, with rounding to nearest at levels."""
     fields = {"rounding": "nearest"} if spec in LEVELS else {}
@@ -227,12 +225,11 @@ def test_recomputation_and_kept_weight_casts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["ao:tensorwise", "msamp:O3"])
-def test_compiled_without_a_graph_break(spec):
+def test_compiled_without_a_graph_break():
     results = []
     for compiles in (False, True):
         torch.manual_seed(0)
-        model, optimizer = prepared(nn.Sequential(nn.GELU(), conv(32, 64)), spec)
+        model, optimizer = prepared(nn.Sequential(nn.GELU(), conv(32, 64)), "msamp:O3")
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
         for step in range(2):
             torch.manual_seed(step)  # levels round stochastically
