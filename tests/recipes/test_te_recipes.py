@@ -1,5 +1,5 @@
-"""Test recipe fields of TransformerEngine only, and NeMo's names for the same fields. Its recipe objects
-are in te/inside/test_recipe_objects.py."""
+"""Test recipe fields of TransformerEngine only, and NeMo's names for the same fields. Its recipe
+objects are in te/inside/test_recipe_objects.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Codes and scales of rules without state: `fp8_backends.formats.scaling` against
 TransformerEngine's quantizers.
 
-The quantizers cast with the stand-in's kernels, transcribed from the source
-by another hand than `scaling`.
+The quantizers cast with the stand-in's kernels, transcribed from the source by another hand than
+`scaling`.
 """
 
 from __future__ import annotations
