@@ -67,47 +67,6 @@ def test_every_question_is_named_with_a_known_table():
     assert of_scripts and set(of_scripts) <= tables.TABLES.keys()
 
 
-def test_summary_figures_come_from_records():
-    peaks = {"bf16": 1000, "msamp:O1": 700, "msamp:O2": 400, "msamp:O3": 450}
-    results = [
-        {"backend": name, "peak_tensor_bytes": peak, "bytes_per_element": {"total": peak / 100}}
-        for name, peak in peaks.items()
-    ]
-    shown = tables.answers({"memory_cpu_avx512_bf16": {"machine": MACHINE, "results": results}})
-    assert "  \N{MINUS SIGN}60 %  " in shown and "  7, 4, 4  " in shown
-    results = [
-        {
-            "backend": name,
-            "form": "compiled",
-            "times_plain": {"ratio": ratio},
-            "peak_to_plain": peak,
-        }
-        for name, ratio, peak in (
-            ("native:dynamic", 1.4, 0.9),
-            ("ao:tensorwise", 1.2, 1.1),
-            ("msamp:O2", 1.5, 0.6),
-        )
-    ]
-    records = {
-        "step_8b_gpu": {"machine": MACHINE | {"chip": "NVIDIA H200", "gpus": 1}, "results": results}
-    }
-    shown = tables.summary(records)
-    assert re.search(
-        r"^``native:dynamic`` +1.40 +\N{MINUS SIGN}10 % +not yet measured$", shown, re.M
-    )
-    assert (
-        re.search(r"^``msamp:O2`` +1.50 +\N{MINUS SIGN}40 % +not yet", shown, re.M)
-        and "NVIDIA H200, against bf16 autocast over FP32 weights" in shown
-    )
-    shown = tables.answers(records)
-    assert re.search(r"^tokens/s over bf16's, four layers.*  1.40, 1.20, 1.50  ", shown, re.M)
-    assert re.search(
-        r"^peak memory of that step.*  \N{MINUS SIGN}10 %, \+10 %, \N{MINUS SIGN}40 %  ",
-        shown,
-        re.M,
-    )
-
-
 def test_command_writes_named_documents(tmp_path, monkeypatch):
     document = tmp_path / "page.rst"
     document.write_text(".. begin table kernels\n\n.. end table kernels\n")
@@ -215,28 +174,6 @@ def test_targets_read_one_kind_of_cpu():
     ]
     assert measured[:2] == [["1.7", "at most 1.6", "missed"], ["0.3", "at most 0.5", "met"]]
     assert measured[2] == ["1.7", "at most 1", "missed"] and measured[3][2] == "not yet measured"
-
-
-def test_each_kind_of_cpu_has_a_table_naming_its_baseline():
-    step = {
-        "backend": "fp32",
-        "form": "eager",
-        "tokens_per_second": 9,
-        "times_plain": dict.fromkeys("ratio low high".split(), 1.0),
-    }
-    step |= {"peak_bytes": None, "flops_share": 0.0}
-    record = {"machine": MACHINE, "results": [step]}
-    made = tables.TABLES["step"](
-        {"step_cpu_avx2": record | {"precision": "fp32"}, "step_cpu_amx_bf16": record}
-    )
-    avx2, amx = made.split("A whole training step")[1:3]
-    assert "times FP32" not in amx
-    assert (
-        "(avx2: without bf16 products)" in avx2
-        and "times FP32" in avx2
-        and "(amx_bf16)" in amx
-        and "times bf16" in amx
-    )
 
 
 def test_table_names_machine_versions_and_date():

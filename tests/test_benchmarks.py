@@ -117,6 +117,18 @@ def test_cpu_only_benchmarks_run_and_write_records(tmp_path):
 
 
 @pytest.mark.nightly
+def test_cost_of_a_level_is_rehearsed(tmp_path):
+    names = ["levels_loss", "long_run"]
+    options = ["--levels", "msamp:O2", "--small", "--only", ",".join(names)]
+    done = rehearse("cpu.sh", *options, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = records(tmp_path)
+    assert set(found) == {f"{name}_cpu_{measuring.cpu_features()}" for name in names}
+    for name in ("levels", "long-run"):
+        assert "``msamp:O2``" in tables.TABLES[name](found)
+
+
+@pytest.mark.nightly
 def test_cpu_without_bf16_compares_with_fp32(tmp_path):
     """Use new interpreters: a CPU without bf16 is set up at Python's start."""
     without = {
@@ -330,25 +342,6 @@ def test_experts_are_trained_measured_and_paired():
         {"experts_cpu_avx2": {"machine": measuring.machine(), "results": found}}
     )
     assert f"Mixtral  ``msamp:O4``  {level['held_out_loss']:.4f}" in written
-
-
-@pytest.mark.nightly
-def test_long_run_is_paired_and_tracks_scales():
-    settings = argparse.Namespace(
-        steps=6, points=3, lr=1e-3, hidden=64, layers=1, sequence=16, batch=2, held_out=4
-    )
-    plain, level = (long_run.train((backend, settings)) for backend in ("fp32", "msamp:O2"))
-    assert [point["step"] for point in plain["points"]] == [1, 2, 4, 6]
-    first, last = ([run["points"][i]["train_loss"] for run in (plain, level)] for i in (0, -1))
-    assert (
-        first[1] == pytest.approx(first[0], rel=1e-2) and last[0] < first[0] and last[1] < first[1]
-    )
-    assert {"weight", "gradient", "exp_avg", "exp_avg_sq"} < level["scales"][-1].keys()
-    assert plain["scales"][-1] == {"step": 6} and not plain["stuck"] and not level["stuck"]
-    written = tables.TABLES["long-run"](
-        {"long_run_cpu_avx2": {"machine": measuring.machine(), "runs": [plain, level]}}
-    )
-    assert re.search(r"``msamp:O2``  \d\.\d{4} .* 0$", written, re.M)
 
 
 def test_stuck_scale_is_reported():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import json
 
 import accelerate
@@ -19,16 +20,15 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from tiny_checkpoints import IDS, config_of, llama, load, logits, same_bits, stored
+from tiny_checkpoints import IDS, config_of, llama, load, logits, same_bits, stored, with_lora
 from torch import nn
-from widths import nightly
 
 import fp8_backends
 from fp8_backends import FP8BackendError, RecipeError, checkpoints
+from fp8_backends.compute.native import NativeCompute
 from fp8_backends.tensors.block_codes import PACKED_MXFP4, PACKED_NVFP4, BlockCodes
 
 BYTES = {"NVFP4": 0.5625, "MXFP4": 0.53125}
-SCALINGS = ("dynamic", "delayed", "window", "rowwise", "blockwise", "mxfp8")
 
 
 def write(folder, kind: str, preset: str | None = None, **sizes) -> None:
@@ -73,13 +73,6 @@ def frozen(folder) -> nn.Module:
     model = load(folder, None).train()
     assert len(checkpoints.freeze_codes(model)) == 14
     return model
-
-
-def with_lora(model: nn.Module) -> nn.Module:
-    torch.manual_seed(1)
-    return get_peft_model(
-        model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
-    ).train()
 
 
 def gradients(model: nn.Module, spec: str, steps: int = 2) -> dict[str, torch.Tensor]:
@@ -161,7 +154,11 @@ def test_every_code_and_scale_decodes_as_in_compressed_tensors(kind):
     )
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(
+    ("scaling", "base"),
+    zip(NativeCompute.scalings, itertools.cycle(BYTES), strict=False),
+    indirect=["base"],
+)
 def test_adapters_train_over_codes_as_over_their_values(scaling, base):
     """Every rule casts the decoded values: equal to the bit, and the codes stay."""
     model = with_lora(frozen(base))
@@ -185,10 +182,9 @@ def test_adapters_train_over_codes_as_over_their_values(scaling, base):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scaling", ["dynamic", nightly("rowwise")])
-def test_compiled_gradients_equal_eager(scaling, nvfp4):
-    block = frozen(nvfp4).model.layers[0].mlp.float()
-    fp8_backends.prepare(block, None, f"native:{scaling}")
+def test_compiled_gradients_equal_eager(nvfp4):
+    block = nn.Sequential(frozen(nvfp4).model.layers[0].mlp.up_proj.float())
+    fp8_backends.prepare(block, None, "native:rowwise")
     inputs = [
         torch.randn(32, 256, generator=torch.Generator().manual_seed(0)).requires_grad_()
         for _ in range(2)
@@ -233,7 +229,11 @@ def test_copies_and_saved_states_keep_codes(base):
         assert is_whole(written_codes(model), base)
 
 
-@pytest.mark.parametrize("spec", ["native:rowwise", {"backend": "native", "layers": {"last": 1}}])
+@pytest.mark.parametrize(
+    ("spec", "base"),
+    [("native:rowwise", "MXFP4"), ({"backend": "native", "layers": {"last": 1}}, "NVFP4")],
+    indirect=["base"],
+)
 def test_training_and_export_write_the_same_file(spec, base, tmp_path):
     """Codes of layers in high precision, here the last block, are written all the same."""
     model = with_lora(frozen(base))

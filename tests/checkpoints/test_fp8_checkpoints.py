@@ -9,7 +9,6 @@ import reference
 import torch
 from expert_families import build
 from tiny_checkpoints import (
-    IDS,
     config_of,
     llama,
     load,
@@ -20,6 +19,7 @@ from tiny_checkpoints import (
     trained,
     values,
     values_of,
+    with_lora,
 )
 from torch import nn
 
@@ -28,11 +28,6 @@ from fp8_backends import FP8BackendError, RecipeError
 from fp8_backends.convert.conversion import prepared_roots, restore
 from fp8_backends.evidence import proof
 from fp8_backends.formats.formats import E4M3
-
-
-def logits_of(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits
 
 
 def with_fp8_linear(model: nn.Module, block=(128, 128)) -> nn.Module:
@@ -122,12 +117,6 @@ def test_frozen_fp8_linear_is_reported_as_foreign():
 FROZEN = {"scaling": "blockwise", "fp8_params": True}
 
 
-def with_lora(model: nn.Module) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(model, LoraConfig(r=8, lora_alpha=64, target_modules="all-linear"))
-
-
 def codes_in(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Codes and scales of the frozen layers below adapters, by the name without them."""
     layers = (
@@ -149,7 +138,7 @@ def test_adapters_train_over_bit_identical_codes(sizes):
         for name, layer in quantized.named_modules()
         if type(layer).__name__ == "FP8Linear"
     }
-    model = with_lora(quantized)
+    model = with_lora(quantized, lora_alpha=64, init_lora_weights=True)
     losses = train(model, fp8_backends.NativeRecipeKwargs(**FROZEN), 4)
     assert losses[3] < losses[0]
     audit = fp8_backends.audit(model)
@@ -162,13 +151,13 @@ def test_adapters_train_over_bit_identical_codes(sizes):
     assert all(
         same_bits(a, b) for name in before for a, b in zip(found[name], before[name], strict=True)
     )
-    state, plain = model.state_dict(), logits_of(model)
+    state, plain = model.state_dict(), logits(model)
     assert {type(value) for value in state.values()} == {torch.Tensor}
     with pytest.raises(FP8BackendError, match=r"restore\(model\) makes weights plain, to merge"):
         model.merge_and_unload()
     restore(model)
-    assert torch.equal(logits_of(model), plain) and len(state) == len(model.state_dict())
-    assert (logits_of(model.merge_and_unload()) - plain).abs().max() < 1e-4
+    assert torch.equal(logits(model), plain) and len(state) == len(model.state_dict())
+    assert (logits(model.merge_and_unload()) - plain).abs().max() < 1e-4
 
 
 def test_products_of_codes_match_products_of_values():
@@ -203,7 +192,7 @@ def test_products_of_codes_match_products_of_values():
 @pytest.mark.slow
 def test_compressed_tensors_codes_stay(tmp_path):
     fp8_backends.checkpoints.export(trained("native:blockwise"), tmp_path, "compressed-tensors")
-    model = with_lora(load(tmp_path, None))
+    model = with_lora(load(tmp_path, None), lora_alpha=64, init_lora_weights=True)
     losses = train(model.train(), fp8_backends.NativeRecipeKwargs(**FROZEN), 3)
     tensors = stored(tmp_path)
     found = codes_in(model)

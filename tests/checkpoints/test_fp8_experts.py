@@ -6,9 +6,8 @@ import copy
 
 import pytest
 import torch
-from conversion_steps import take_steps
 from peft import LoraConfig, get_peft_model
-from tiny_checkpoints import same_bits
+from tiny_checkpoints import same_bits, train, with_lora
 from torch import nn
 from transformers import (
     FineGrainedFP8Config,
@@ -41,7 +40,6 @@ FAMILIES = {
     ),
 }
 BLOCKWISE = {"backend": "native:blockwise", "fp8_params": True}
-IDS = torch.arange(32).reshape(2, 16) * 5 % 64
 
 
 def dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -82,20 +80,6 @@ def loaded(family: str) -> tuple[nn.Module, nn.Module]:
     return model.to("cpu"), plain
 
 
-def with_lora(model: nn.Module) -> nn.Module:
-    torch.manual_seed(1)
-    config = LoraConfig(
-        r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False
-    )
-    return get_peft_model(model, config).train()
-
-
-def train(model: nn.Module, spec, steps: int) -> list[float]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    fp8_backends.prepare(model, optimizer, spec)
-    return take_steps(lambda: model(input_ids=IDS, labels=IDS).loss, optimizer, steps)
-
-
 def experts_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: parameter.detach().clone()
@@ -108,10 +92,11 @@ def experts_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_attention_adapters_train_through_frozen_fp8_experts(family):
     """Attention and experts multiply their codes here, with losses near the dequantized base's."""
     model, plain = loaded(family)
-    model, plain = with_lora(model), with_lora(plain)
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    model, plain = (with_lora(each, target_modules=attention) for each in (model, plain))
     before = experts_of(model)
-    losses = train(model, BLOCKWISE, 20)
-    expected = train(plain, "native:blockwise", 20)
+    losses = train(model, BLOCKWISE, 6)
+    expected = train(plain, "native:blockwise", 6)
     assert losses == pytest.approx(expected, rel=2e-2) and losses[-1] < losses[0]
     after = dict(model.named_parameters())
     assert len(before) == 8

@@ -41,11 +41,8 @@ def engine_of(model, weights, **config):
     ("spec", "format"),
     [
         ("native:blockwise", "finegrained_fp8"),
-        ("native:blockwise", "compressed-tensors"),
-        ("native:rowwise", "compressed-tensors"),
         ("native:mxfp8", "compressed-tensors"),
         ("msamp:O4", "finegrained_fp8"),
-        ("msamp:O4", "compressed-tensors"),
     ],
 )
 def test_engine_of_stock_loaders_has_logits_of_trainer(spec, format):
@@ -145,6 +142,7 @@ def test_bare_modules_have_rollout_weights():
         "2.weight": ((128, 256), fp32),
         "2.bias": ((128,), fp32),
     }
+    assert list(dict(rollout_weights(layers[0]))) == ["weight", "weight_scale_inv", "bias"]
 
 
 def test_inexact_rollouts_are_refused_with_a_fix():
@@ -177,11 +175,3 @@ def test_inexact_rollouts_are_refused_with_a_fix():
     fp8_backends.restore(broken)
     with pytest.raises(FP8BackendError, match="it was restored since"):
         dict(weights)
-
-
-def test_single_layers_have_rollout_weights():
-    layer = torch.nn.Linear(128, 128)
-    fp8_backends.prepare(
-        layer, None, fp8_backends.NativeRecipeKwargs(scaling="blockwise", include=["*"])
-    )
-    assert list(dict(rollout_weights(layer))) == ["weight", "weight_scale_inv", "bias"]

@@ -6,6 +6,7 @@ import json
 
 import torch
 from conversion_steps import take_steps
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
@@ -44,8 +45,16 @@ def train(model: nn.Module, spec, steps: int = 2) -> list[float]:
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
+    ids = IDS % model.config.vocab_size
     with torch.autocast("cpu", torch.bfloat16):
-        return model(input_ids=IDS, labels=IDS).loss
+        return model(input_ids=ids, labels=ids).loss
+
+
+def with_lora(model: nn.Module, **given) -> nn.Module:
+    """Put adapters over all Linears, unless given others."""
+    torch.manual_seed(1)
+    options = {"r": 8, "target_modules": "all-linear", "init_lora_weights": False, **given}
+    return get_peft_model(model, LoraConfig(**options)).train()
 
 
 def trained(spec, **sizes) -> nn.Module:

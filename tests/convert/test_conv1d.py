@@ -9,7 +9,6 @@ import pickle
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
 from conv1d_twins import conv, gpt2, linear_twin, results_of_steps
 from model_families import batch, loss_of, train
 from peft import LoraConfig, get_peft_model
@@ -17,7 +16,6 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrizations
 from transformers.pytorch_utils import Conv1D
-from widths import nightly
 
 import fp8_backends
 from fp8_backends.compute.native import NativeCompute
@@ -175,9 +173,7 @@ def only_the_head_remains(model: nn.Module, optimizer) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", ["native:dynamic", "native:mxfp8", "ao:rowwise", "msamp:O2", "msamp:O4"]
-)
+@pytest.mark.parametrize("spec", ["native:mxfp8", "ao:rowwise", "msamp:O2"])
 def test_gpt2_matches_linear_layers_and_loads_into_stock(spec, tmp_path):
     """Match losses bitwise, with rounding to nearest at levels."""
     fields = {"rounding": "nearest"} if spec in LEVELS else {}
@@ -193,18 +189,6 @@ def test_gpt2_matches_linear_layers_and_loads_into_stock(spec, tmp_path):
     assert torch.equal(logits_of(stock), logits_of(model))
 
 
-def test_the_proof_names_conv1d(capfd):
-    train(*prepared(gpt2()), "gpt2", steps=1)
-    assert (
-        "native:dynamic: 0/1 Linear, 8/8 Conv1D, 86 % of weight FLOPs in FP8"
-        in capfd.readouterr().err
-    )
-    model, optimizer = prepared(nn.Sequential(conv(32, 32)))
-    model(torch.randn(4, 32)).sum().backward()
-    optimizer.step()
-    assert "native:dynamic: 1/1 Conv1D, 100 % of weight FLOPs in FP8" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_level_stores_weights_and_gradients_in_conv1d_layout(level):
     model, optimizer = prepared(gpt2(), level)
@@ -218,41 +202,14 @@ def test_level_stores_weights_and_gradients_in_conv1d_layout(level):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["native:delayed", "msamp:O3"])
-def test_accelerate_checkpoint_resumes_bitwise(spec, tmp_path):
-    def run():
-        accelerator = Accelerator(
-            mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs(backend=spec)]
-        )
-        model = gpt2()
-        return accelerator, *accelerator.prepare(
-            model, torch.optim.AdamW(model.parameters(), lr=3e-3)
-        )
-
-    accelerator, model, optimizer = run()
-    train(model, optimizer, "gpt2", steps=2)
-    accelerator.save_state(tmp_path)
-    torch.manual_seed(1)
-    unbroken = train(model, optimizer, "gpt2", steps=2)
-    accelerator, model, optimizer = run()
-    accelerator.load_state(tmp_path)
-    torch.manual_seed(1)
-    assert train(model, optimizer, "gpt2", steps=2) == unbroken
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"]
-)
-def test_copies_train_like_the_original(make):
-    for spec in ("native:delayed", "ao:tensorwise"):
-        model, optimizer = prepared(gpt2(), spec)
-        copied = make(model)
-        losses = train(model, optimizer, "gpt2", steps=2)
-        assert (
-            train(copied, torch.optim.AdamW(copied.parameters(), lr=3e-3), "gpt2", steps=2)
-            == losses
-        )
+@pytest.mark.parametrize("spec", ["native:delayed", "ao:tensorwise"])
+def test_copies_train_like_the_original(spec):
+    model, optimizer = prepared(gpt2(), spec)
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    losses = train(model, optimizer, "gpt2", steps=2)
+    for copied in copies:
+        own = torch.optim.AdamW(copied.parameters(), lr=3e-3)
+        assert train(copied, own, "gpt2", steps=2) == losses
 
 
 def test_recomputation_and_kept_weight_casts():
@@ -268,12 +225,11 @@ def test_recomputation_and_kept_weight_casts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", [nightly("native:rowwise"), "ao:tensorwise", "msamp:O3"])
-def test_compiled_without_a_graph_break(spec):
+def test_compiled_without_a_graph_break():
     results = []
     for compiles in (False, True):
         torch.manual_seed(0)
-        model, optimizer = prepared(nn.Sequential(nn.GELU(), conv(32, 64)), spec)
+        model, optimizer = prepared(nn.Sequential(nn.GELU(), conv(32, 64)), "msamp:O3")
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
         for step in range(2):
             torch.manual_seed(step)  # levels round stochastically

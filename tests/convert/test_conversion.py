@@ -12,10 +12,8 @@ import torch
 from conversion_steps import BACKENDS, assert_ran_in_fp8, convert, counts, learns, mlp, train
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from widths import nightly_but
 
 from fp8_backends.compute import registry
-from fp8_backends.compute.interface import Compute
 from fp8_backends.compute.native.backend import NativeCompute
 from fp8_backends.convert import conversion
 from fp8_backends.convert.conversion import prepared_roots, restore
@@ -150,8 +148,10 @@ def test_an_odd_size_does_not_stop_its_siblings(backend, odd_one_converts):
 # copies, pickles, undoing
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize(
+    ("backend", "way"),
+    [*zip(BACKENDS, ("torch.save", "deepcopy", "pickle"), strict=True), (BACKENDS[2], "deepcopy")],
+)
 def test_copy_trains_identically_on_its_own_weights_and_state(backend, way):
     """House rule 6. A deep copy of stock Accelerate's converted model runs the original's
     weights."""
@@ -312,8 +312,9 @@ def test_roots_are_found_inside_wrappers():
 # meta device, failures, cost
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("way", ["to_empty", "assign"])
+@pytest.mark.parametrize(
+    ("backend", "way"), zip(BACKENDS, ("assign", "to_empty", "assign"), strict=True)
+)
 def test_meta_model_trains_after_materialization(backend, way):
     weights = mlp(32, 48, 32).state_dict()
     with torch.device("meta"):
@@ -394,8 +395,7 @@ def test_conversion_copies_no_weights(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", nightly_but(BACKENDS[:1], BACKENDS))
-def test_conversion_of_2000_layers_is_linear_in_layers(backend):
+def test_conversion_is_linear_in_layers():
     """Twice the layers take at most 2.6 times as long: 2 plus room for a noisy machine."""
 
     def seconds(layers):
@@ -403,7 +403,7 @@ def test_conversion_of_2000_layers_is_linear_in_layers(backend):
             *[nn.Sequential(nn.Linear(16, 16, bias=False)) for _ in range(layers)]
         )
         start = time.process_time()
-        prepared = convert(model, backend)
+        prepared = convert(model)
         taken = time.process_time() - start
         assert len(prepared.report.converted) == layers
         return taken
@@ -414,40 +414,9 @@ def test_conversion_of_2000_layers_is_linear_in_layers(backend):
     try:
         one = two = float("inf")
         for _ in range(4):  # compare the fastest of each; a quiet machine needs one round
-            one, two = min(one, seconds(1000)), min(two, seconds(2000))
+            one, two = min(one, seconds(600)), min(two, seconds(1200))
             if two < 2.6 * one:
                 break
     finally:
         gc.enable()
     assert two < 2.6 * one
-
-
-def test_conversion_needs_only_compute_methods(monkeypatch):
-    """Conversion only needs the methods of `Compute`."""
-
-    class Doubling(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    class DoublingCompute(Compute):
-        name, scalings, default_scaling = "doubling", ("dynamic",), "dynamic"
-
-        def availability(self): ...
-
-        def build(self, linear, recipe, shared):
-            carrier = Doubling(1, 1, device="meta")
-            carrier.weight, carrier.bias = linear.weight, linear.bias
-            return carrier
-
-        def is_converted(self, module):
-            return isinstance(module, Doubling)
-
-        def engine(self, module):
-            return "doubling"
-
-    model = mlp(32, 16)
-    plain = model(torch.ones(1, 32))
-    monkeypatch.setitem(registry.instances, "native", DoublingCompute())
-    conversion.convert(model, FP8RecipeKwargs(backend="native"))
-    assert torch.equal(model(torch.ones(1, 32)), 2 * plain)
-    learns(model)

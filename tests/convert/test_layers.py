@@ -56,9 +56,13 @@ def expected_backend(name: str, base: str, layers: dict) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "base", ["native:dynamic", "native:delayed", "ao:tensorwise", "native:window"]
+    ("base", "other"),
+    [
+        ("native:window", "ao:rowwise"),
+        ("native:delayed", "native:rowwise"),
+        ("ao:tensorwise", "native:rowwise"),
+    ],
 )
-@pytest.mark.parametrize("other", ["native:rowwise", "ao:rowwise"])
 def test_mixed_layers_equal_layers_prepared_one_by_one(base, other):
     layers = {**LAYERS, "*.[qk]_proj": other}
     by_hand = llama()
@@ -89,7 +93,7 @@ def test_report_proof_and_audit_name_the_layers(capsys):
     assert "native:blockwise" in repr(model.lm_head)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4"])
+@pytest.mark.parametrize("level", ["O2", "O4"])
 def test_layers_share_the_level_of_the_model(level):
     """Weights of all rules are stored alike, and the run resumes to the bit."""
     spec = {"backend": f"native:delayed+msamp:{level}", "layers": LAYERS}

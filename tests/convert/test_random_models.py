@@ -29,7 +29,7 @@ from fp8_backends.convert import conversion
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 FIRST, LAST = map(int, os.environ.get("FP8_BACKENDS_RANDOM_MODELS", "0:72").split(":"))
-GROUPS = 6
+GROUPS = 4
 
 SPECS = ("native:dynamic", "native:delayed", "ao:tensorwise", "msamp:O1", "msamp:O2", "msamp:O3")
 FP8_IN_EVALUATION = ("ao:tensorwise",)
@@ -248,7 +248,7 @@ def outcome(seed: int) -> tuple[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # models without an FP8 layer, which train unchanged
-@pytest.mark.parametrize("group", nightly_but(range(GROUPS // 2), range(GROUPS)))
+@pytest.mark.parametrize("group", nightly_but([0], range(GROUPS)))
 def test_random_models_train_save_and_restore_like_plain_pytorch(group):
     outcomes = {seed: outcome(seed) for seed in range(FIRST + group, LAST, GROUPS)}
     wrong = ["\n".join(words) for kind, words in outcomes.values() if kind == "wrong"]

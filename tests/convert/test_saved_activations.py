@@ -13,10 +13,10 @@ import weakref
 import model_families
 import pytest
 import torch
+from conversion_steps import take_steps
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
-from widths import nightly
 
 import fp8_backends
 from fp8_backends.convert import saved_activations
@@ -117,8 +117,9 @@ def computes(function) -> nn.Sequential:
 # errors of gradients
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
-@pytest.mark.parametrize("value", ["fp8", "fp8+attention"])
+@pytest.mark.parametrize(
+    ("family", "value"), [("llama", "fp8+attention"), ("gpt2", "fp8"), ("bert", "fp8+attention")]
+)
 def test_layer_gradients_are_within_a_sixteenth_of_exact(family, value):
     """Run all but the last layer in FP32, so only packing changes gradients."""
     head = {"bert": "cls.predictions.transform.dense"}.get(family, "lm_head")
@@ -187,17 +188,6 @@ def test_llama_saves_at_most_half_the_bytes_of_bf16():
     assert kept_bytes(backend="msamp:O2") > 0.8 * bf16
     assert kept_bytes("fp8", "msamp:O2") < 0.44 * bf16
     assert kept_bytes("fp8+attention", "msamp:O2") < 0.39 * bf16
-
-
-def test_tensor_saved_by_two_operations_is_packed_once():
-    norm = model_families.build("llama", **SIZES["llama"]).model.norm
-    model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH))
-    fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations="fp8"))
-    model(rows() * 1)
-    # the input of the square and the product, and the normed values
-    assert saved_bytes(model).tensors == 2
-    assert saved_bytes(model).plain_bytes == 2 * 128 * WIDTH * 4
-    assert saved_bytes(model).bytes == 2 * 128 * WIDTH * 33 // 32
 
 
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")], ids=str)
@@ -283,8 +273,10 @@ def test_statistics_masks_weights_and_expanded_tensors_are_not_packed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", ["fp8", "fp8+attention"])
-@pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "value"),
+    [("llama", "fp8"), ("bert", "fp8"), ("gpt2", "fp8+attention"), ("mixtral", "fp8+attention")],
+)
 def test_models_pack_listed_nodes_and_attention_on_request(family, value):
     result = prepared(family, value)(input_ids=IDS, labels=IDS).loss
     packed = {
@@ -328,10 +320,7 @@ def test_recomputed_activations_are_not_packed(reentrant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "what,backend,tensors",
-    [nightly("model", "eager", 0), ("block", "eager", 0), ("gate", "aot_eager", 2)],
-)
+@pytest.mark.parametrize("what,backend,tensors", [("block", "eager", 0), ("gate", "aot_eager", 2)])
 def test_compiled_code_is_not_packed(what, backend, tensors):
     """Leave tensors saved by AOTAutograd unchanged, pack eager code around it, and share code among
     equal blocks."""
@@ -340,9 +329,7 @@ def test_compiled_code_is_not_packed(what, backend, tensors):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model, x = blocks(value, include=["down"]), rows()
-        for part in {"model": [model], "block": model, "gate": [block.product for block in model]}[
-            what
-        ]:
+        for part in model if what == "block" else [block.product for block in model]:
             part.compile(backend=backend)
         model(x * 1).sum().backward()
         found[value] = {name: p.grad for name, p in model.named_parameters()}
@@ -514,19 +501,13 @@ def test_custom_function_is_packed_on_request():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ao:tensorwise", "native:delayed", "msamp:O3"])
+@pytest.mark.parametrize("backend", ["ao:tensorwise", "msamp:O3"])
 def test_any_backend_and_level_trains(backend):
     model = model_families.build("llama", **SIZES["llama"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     recipe = fp8_backends.FP8RecipeKwargs(backend=backend, saved_activations="fp8")
     fp8_backends.prepare(model, optimizer, recipe)
-    losses = []
-    for _ in range(4):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = take_steps(lambda: model(input_ids=IDS, labels=IDS).loss, optimizer, 4)
     assert losses[-1] < losses[0]
     assert saved_bytes(model).tensors > 0
 

@@ -82,14 +82,19 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize(
-    "activation", [F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh")]
+    ("activation", "change"),
+    [
+        (F.silu, "no_grad"),
+        (F.gelu, "clamp"),
+        (functools.partial(F.gelu, approximate="tanh"), "data"),
+        (F.silu, "numpy"),
+    ],
 )
 def test_activation_changed_in_place_is_not_recomputed(activation, change):
     def ablated(gate, up):
         y = activation(gate)
-        change(y)
+        CHANGES[change](y)
         return y * up
 
     gate, up, incoming = normal(0), normal(1), normal(9)
@@ -142,60 +147,10 @@ def test_input_changed_in_place_after_use_raises(changes):
 # nodes outside the list
 
 
-class MultiQuery(nn.Module):
-    """Attend with one key head; the head size equals another size of the model, and large logits
-    are sensitive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.kv, self.out = (
-            nn.Linear(WIDTH, 4 * 32),
-            nn.Linear(WIDTH, 32),
-            nn.Linear(4 * 32, WIDTH),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, kv = (
-            self.q(x).unflatten(-1, (4, 32)).transpose(1, 2),
-            self.kv(x).unsqueeze(1).expand(-1, 4, -1, -1),
-        )
-        y = F.scaled_dot_product_attention(20 * q, 1 * kv, 1 * kv)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("name", ["MQA", "Attention"])
-def test_attention_is_recognised_by_node_not_name(name):
-    found, tensors = {}, {}
-    for value in ("off", "fp8", "fp8+attention"):
-        torch.manual_seed(0)
-        model = nn.Sequential(type(name, (MultiQuery,), {})())
-        fp8_backends.prepare(model, None, fp8_backends.NativeRecipeKwargs(saved_activations=value))
-        x = normal(0, 2, ROWS, WIDTH).requires_grad_()
-        (model(x) * normal(9, 2, ROWS, WIDTH)).sum().backward()
-        found[value] = [x.grad, *(parameter.grad for parameter in model.parameters())]
-        tensors[value] = getattr(saved_bytes(model), "tensors", None)
-    assert tensors["fp8"] == 0 and tensors["fp8+attention"] == 4
-    torch.testing.assert_close(found["fp8"], found["off"], rtol=0, atol=0)
-    assert not torch.equal(found["fp8+attention"][0], found["off"][0])
-
-
 SENSITIVE = {
-    "a highway gate with a saturated sigmoid": lambda x, y: (
-        torch.sigmoid(12 + x) + torch.tanh(8 + y)
-    ),
-    "amax": lambda x, y: x.amax(-1) + y.amax(-1),
     "the norm of the largest element": lambda x, y: (
         torch.linalg.vector_norm(x, torch.inf, dim=-1) + y.sum(-1)
     ),
-    "exp(z - logsumexp(z))": lambda x, y: (30 * x - (30 * x).logsumexp(-1, keepdim=True)).exp() + y,
-    "the mean squared error of values near each other": lambda x, y: (
-        F.mse_loss(x, (x + 0.01 * y).detach()) + y.sum()
-    ),
-    "the variance at a large mean": lambda x, y: (x + 20).var(-1) + y.sum(-1),
-    "the larger of values near each other": lambda x, y: torch.maximum(x, x + 0.01 * y),
-    "clamp": lambda x, y: x.clamp(-1, 1) + y.clamp(-0.5, 0.5),
-    "softmax": lambda x, y: (20 * x).softmax(-1) + y.softmax(0),
-    "division": lambda x, y: (x / (y.abs() + 0.1)) / (x.square().sum(-1, keepdim=True).detach()),
     "powers other than squares": lambda x, y: x.pow(8) + y.pow(3),
     "norms over channels": lambda x, y: (
         F.group_norm(x + 50, 4) + F.batch_norm(y + 50, None, None, training=True)
@@ -280,26 +235,6 @@ def test_every_listed_node_exists_with_its_fields():
             name
         )
         assert set(kept.factors) <= set(kept.fields) and kept.bound
-
-
-FORMULAS = {
-    "mul.Tensor": ("self", "mul_tensor_backward(grad, other, self.scalar_type())"),
-    "pow.Tensor_Scalar": ("self", "pow_backward(grad, self, exponent)"),
-    "silu": ("self", "silu_backward(grad, self)"),
-    "gelu": ("self", "gelu_backward(grad, self, approximate)"),
-    "relu": ("self", "threshold_backward(grad, result, 0)"),
-    "native_layer_norm": (
-        "input, weight, bias",
-        "input, normalized_shape, result1, result2, weight, bias",
-    ),
-    "_fused_rms_norm": ("input, weight", "input, normalized_shape, result1, weight"),
-}
-
-
-def test_bounds_match_derivatives_of_installed_pytorch():
-    table = {entry["name"].split("(")[0]: entry for entry in derivatives()}
-    for name, (results, formula) in FORMULAS.items():
-        assert formula in table[name][results], name
 
 
 # the bound of each listed node, for an exact incoming gradient

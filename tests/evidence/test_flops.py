@@ -375,8 +375,15 @@ def test_added_parameters_without_optimizer_warn_once(backend, caplog):
     assert not caplog.text
 
 
-@pytest.mark.parametrize("backend", ["native:dynamic", "msamp:O1", "msamp:O3"])
-@pytest.mark.parametrize("change", ["in no optimizer", "in the optimizer", "frozen"])
+@pytest.mark.parametrize(
+    ("change", "backend"),
+    [
+        ("in no optimizer", "native:dynamic"),
+        ("in the optimizer", "msamp:O1"),
+        ("in no optimizer", "msamp:O3"),
+        ("frozen", "msamp:O3"),
+    ],
+)
 def test_a_replaced_parameter_is_named_once(change, backend, caplog):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -5,24 +5,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 
 import pytest
 import warm_process
-from widths import nightly_but
-
-SETUP = """
-[metadata]
-name = my-fp8
-version = 1.0
-[options]
-py_modules = my_fp8
-[options.entry_points]
-fp8_backends.backends =
-    mine = my_fp8:MyCompute
-"""
 
 BACKEND = """
 import torch
@@ -82,15 +69,26 @@ class MyCompute(Compute):
         return module.my_counts
 """
 
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return the folder of a user with the backend as pip installs it."""
+    folder = tmp_path_factory.mktemp("work")
+    metadata = folder / "installed" / "my_fp8-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-fp8\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[fp8_backends.backends]\nmine = my_fp8:MyCompute\n")
+    (folder / "installed" / "my_fp8.py").write_text(BACKEND)
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "recipe.yaml").write_text("backend: mine:fine\nheadroom: 3\n")
+    return folder
+
+
 TRAIN = """
-import sys
 import torch
 from accelerate import Accelerator
 
-import fp8_backends
-
-recipe = eval(sys.argv[1]) if len(sys.argv) > 1 else None
-accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe] if recipe else [], cpu=True)
+accelerator = Accelerator(mixed_precision="fp8", cpu=True)
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 accelerator.backward(model(torch.randn(8, 32)).square().mean())
@@ -98,82 +96,17 @@ optimizer.step()
 print(accelerator.fp8_recipe.name, accelerator.unwrap_model(model)[0].my_headroom)
 """
 
-YAML = """
-compute_environment: LOCAL_MACHINE
-distributed_type: 'NO'
-mixed_precision: fp8
-use_cpu: true
-num_processes: 1
-fp8_config: {backend: "mine:fine", headroom: 3}
-"""
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Return the folder of a user with the backend installed by pip."""
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("work")
-    (source / "setup.py").write_text("from setuptools import setup; setup()")
-    (source / "setup.cfg").write_text(SETUP)
-    (source / "my_fp8.py").write_text(BACKEND)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-    ]
-    subprocess.run([*pip, "--target", folder / "installed", source], check=True, timeout=240)
-    (folder / "train.py").write_text(TRAIN)
-    (folder / "fp8.yaml").write_text(YAML)
-    return folder
-
-
-def run(folder, *arguments, **environment):
+def run(folder, *arguments):
     path = os.pathsep.join([str(folder / "installed"), *sys.path])
     kept = {name: text for name, text in os.environ.items() if not name.startswith("ACCELERATE_")}
-    return warm_process.run(*arguments, cwd=folder, env={**kept, "PYTHONPATH": path, **environment})
-
-
-FP8 = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "fp8"}
-WAYS = {
-    "handler": (
-        ["train.py", "fp8_backends.FP8RecipeKwargs(backend='mine', scaling='fine', headroom=3)"],
-        {},
-    ),
-    "dictionary": (
-        ["train.py", "fp8_backends.resolve({'backend': 'mine:fine', 'headroom': '3'})"],
-        {},
-    ),
-    "environment": (
-        ["train.py"],
-        {**FP8, "ACCELERATE_FP8_BACKEND": "mine:fine", "ACCELERATE_FP8_HEADROOM": "3"},
-    ),
-    "flag": (
-        [
-            "-m",
-            "fp8_backends",
-            "launch",
-            "--cpu",
-            "--fp8_backend",
-            "mine:fine",
-            "--fp8_headroom",
-            "3",
-            "train.py",
-        ],
-        {},
-    ),
-    "YAML": (["-m", "fp8_backends", "launch", "--config_file", "fp8.yaml", "train.py"], {}),
-}
+    return warm_process.run(*arguments, cwd=folder, env={**kept, "PYTHONPATH": path})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", nightly_but(["flag"], WAYS))
-def test_field_and_scaling_reach_the_layers(way, folder):
-    arguments, environment = WAYS[way]
-    ended = run(folder, *arguments, **environment)
+def test_field_and_scaling_reach_the_layers(folder):
+    flags = "--cpu --fp8_backend mine:fine --fp8_headroom 3".split()
+    ended = run(folder, "-m", "fp8_backends", "launch", *flags, "train.py")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == "mine:fine 3"
     assert "mine:fine: 2/2 Linear, 100 % of weight FLOPs in FP8, fprop dgrad wgrad" in ended.stderr
@@ -192,6 +125,11 @@ ASK = """
     assert "my_fp8" not in sys.modules
     recipe = fp8_backends.resolve("mine:fine")
     given = fp8_backends.FP8RecipeKwargs(backend="mine:fine", headroom=2)
+    three = fp8_backends.FP8RecipeKwargs(backend="mine", scaling="fine", headroom=3)
+    variables = {"ACCELERATE_FP8_BACKEND": "mine:fine", "ACCELERATE_FP8_HEADROOM": "3"}
+    assert three == fp8_backends.recipes.handlers.from_environment(variables)
+    assert three == fp8_backends.resolve({"backend": "mine:fine", "headroom": "3"})
+    assert three == fp8_backends.resolve("recipe.yaml")
     print(json.dumps({
         "default": recipe.headroom,
         "survives": pickle.loads(pickle.dumps(given)) == given == type(given)(**given.to_kwargs()) != recipe,

@@ -96,13 +96,8 @@ def test_prepare_trains_with_a_file(folder):
             "backend: native\nmargins: 1",
             r"recipe.yaml: margins is not known \(did you mean 'margin'\?\)",
         ),
-        ("backend: natve", "recipe.yaml: .*did you mean"),
         ("margin: 99", "recipe.yaml: margin=99: .*from -64 to 64"),
         ("backend: other.yaml", "recipe.yaml: backend='other.yaml': a recipe file names a backend"),
-        (
-            "backend: native:delayed\nscaling: rowwise",
-            "recipe.yaml: .*'native:delayed' says delayed and scaling",
-        ),
         (
             "backend: native:rowwise\nmargin: 3",
             "recipe.yaml: (margin=3: )?margin is not read by native:rowwise",

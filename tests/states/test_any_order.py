@@ -288,7 +288,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = pytest.mark.slow(AnyOrder.TestCase)
 TestAnyOrder.settings = settings(
-    max_examples=int(os.environ.get("FP8_BACKENDS_RUNS", 40)),
+    max_examples=int(os.environ.get("FP8_BACKENDS_RUNS", 16)),
     stateful_step_count=20,
     deadline=None,
     report_multiple_bugs=False,

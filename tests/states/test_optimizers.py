@@ -21,14 +21,11 @@ from level_steps import (
     train,
 )
 from torch import nn
-from widths import nightly
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
 from fp8_backends.formats.formats import E4M11, FORMATS
 from fp8_backends.states import stock_steps
-from fp8_backends.states.adamw import ScaledAdam, ScaledAdamW
-from fp8_backends.states.stock_steps import ScaledAdafactor, ScaledMuon, ScaledSGD
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 
@@ -72,6 +69,10 @@ MAKE = {
     "adafactor": lambda p: torch.optim.Adafactor(p, 0.02, weight_decay=0.1),
     "lion": lambda p: Lion(p, 2e-3, weight_decay=0.1),
 }
+
+LEVELS = ("O2", "O3", "O4", "O1")
+CASES = [*zip(MAKE, 2 * LEVELS, strict=False), *(("adamw", level) for level in LEVELS[1:])]
+"""Each kind at a level, and AdamW at all of them."""
 
 
 def prepared(kind: str, level: str, model: nn.Module | None = None, **fields) -> tuple:
@@ -219,8 +220,7 @@ def assert_equal(ours: tuple, expected: tuple) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
-@pytest.mark.parametrize("level", ["O2", "O3", "O4"])
-@pytest.mark.parametrize("kind", ["sgd", "lion"])
+@pytest.mark.parametrize(("kind", "level"), [("sgd", "O3"), ("lion", "O2"), ("lion", "O4")])
 def test_shards_of_a_parameter_step_like_the_whole(kind, level, monkeypatch):
     whole = weights_after_steps(kind, level)
     monkeypatch.setattr(stock_steps, "STEPPED_AT_ONCE", 1024)
@@ -229,9 +229,7 @@ def test_shards_of_a_parameter_step_like_the_whole(kind, level, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
-@pytest.mark.parametrize(
-    ("kind", "level"), [*((kind, "O2") for kind in MAKE), *(("adamw", f"O{i}") for i in (1, 3, 4))]
-)
+@pytest.mark.parametrize(("kind", "level"), CASES)
 def test_joint_step_matches_single_parameter_steps(kind, level):
     """Random bits depend on a parameter's place in the optimizer and its own count of steps."""
     assert_equal(weights_after_steps(kind, level), weights_after_steps(kind, level, together=False))
@@ -310,8 +308,10 @@ def by_half_precision(optimizer):
         state["step"].zero_()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4"])
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon", "lion"])
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [("adamw", "O2"), ("adamw", "O4"), ("sgd", "O3"), ("muon", "O1"), ("lion", "O4")],
+)
 def test_states_reset_by_users_return_to_their_format(kind, level):
     outcomes = []
     for reset in (in_place, by_new_tensors, by_half_precision):
@@ -329,25 +329,10 @@ def test_states_reset_by_users_return_to_their_format(kind, level):
         assert_equal_states(optimizer, outcomes[0][1])
 
 
-def test_converted_classes_are_named_after_their_stock_classes():
-    kinds = {
-        "sgd": ScaledSGD,
-        "muon": ScaledMuon,
-        "adafactor": ScaledAdafactor,
-        "adamw": ScaledAdamW,
-        "adam": ScaledAdam,
-    }
-    assert all(type(prepared(kind, "O2")[1]) is cls for kind, cls in kinds.items())
-    assert type(prepared("lion", "O2")[1]).__name__ == "ScaledLion"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize(
-    ("level", "dtype"),
-    [("O1", torch.bfloat16), ("O2", torch.float32), ("O3", torch.bfloat16), ("O4", torch.bfloat16)],
-)
-def test_resume_copies_and_pickles_match_bitwise(kind, level, dtype):
+@pytest.mark.parametrize(("kind", "level"), CASES)
+def test_resume_copies_and_pickles_match_bitwise(kind, level):
+    dtype = torch.float32 if level == "O2" else torch.bfloat16
     model, optimizer = prepared(kind, level, mlp(dtype))
     train(model, optimizer, range(3))
     buffer = io.BytesIO()
@@ -385,8 +370,8 @@ ADAM_PAIRS = [
 @pytest.mark.parametrize(
     ("kind", "source", "target"),
     [
-        *((kind, *pair) for kind in MAKE for pair in PAIRS),
-        *(("adamw", *pair) for pair in ADAM_PAIRS),
+        *((kind, *pair) for kind, pair in zip(MAKE, 2 * PAIRS, strict=False)),
+        *(("adamw", *pair) for pair in (*PAIRS[1:], *ADAM_PAIRS)),
     ],
 )
 def test_checkpoint_loads_by_value_at_another_level(kind, source, target):
@@ -441,18 +426,15 @@ def test_prepare_keeps_states_of_stepped_optimizer(kind, name, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", [nightly(torch.inf), torch.nan])
-@pytest.mark.parametrize(
-    ("kind", "level"), [*((kind, "O2") for kind in MAKE), *(("adamw", f"O{i}") for i in (1, 3, 4))]
-)
-def test_non_finite_gradient_counts_as_zero(kind, level, bad):
+@pytest.mark.parametrize(("kind", "level"), CASES)
+def test_non_finite_gradient_counts_as_zero(kind, level):
     model, optimizer = prepared(kind, level)
     for step in range(12):
         loss_of(model, 0).backward()
         if step in (0, 5):
             for p in model.parameters():
                 p.grad = torch.ones(p.shape)
-                p.grad.view(-1)[3] = bad
+                p.grad.view(-1)[3] = torch.inf if step else torch.nan
         optimizer.step()
         optimizer.zero_grad()
     states = [exact(v) for p in parameters_of(optimizer) for v in optimizer.state[p].values()]

@@ -101,12 +101,3 @@ def test_forward_uses_known_amax_and_computes_same_codes(monkeypatch):
             and taken
             and not any(amax is not None for amax in taken)
         )
-
-
-def test_a_copied_optimizer_has_no_records():
-    model, optimizer = prepared("O2")
-    train(model, optimizer, range(2))
-    assert (
-        "fp8_records" in optimizer.__dict__
-        and "fp8_records" not in copy.deepcopy(optimizer).__dict__
-    )

@@ -115,15 +115,14 @@ WRITES = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("write", WRITES)
-def test_writes_through_views_are_refused(view, write):
+def test_writes_through_views_are_refused(view):
     tensor = nn.Parameter(made(), requires_grad=False)
-    seen = VIEWS[view](tensor)
-    with pytest.raises(
-        FP8BackendError, match=r"frozen codes of a checkpoint in place.*restore\(model\)"
-    ):
-        WRITES[write](seen)
-    assert same(tensor, made())
+    for write in WRITES.values():
+        with pytest.raises(
+            FP8BackendError, match=r"frozen codes of a checkpoint in place.*restore\(model\)"
+        ):
+            write(VIEWS[view](tensor))
+        assert same(tensor, made())
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -30,7 +30,7 @@ with getattr(torch.backends, "__allow_nonbracketed_mutation")():
     from torch.testing._internal.opinfo import core
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
-SAMPLES = 5
+SAMPLES = 3
 """Samples per operation, out of those in PyTorch's own tests."""
 LEVELS = ("O2", "O3", "O4")
 CHANGE_THE_SHAPE = {
@@ -153,10 +153,10 @@ class Walk:
 
 
 def walked(operation, number: int) -> list[tuple[str, str]]:
-    """The ways and levels for one sample: each way for the first one, one way for the others."""
+    """The ways and levels for one sample: three ways for the first one, one way for the others."""
     first = number + len(operation.name)
     both = [(way, LEVELS[(first + i) % len(LEVELS)]) for i, way in enumerate(WAYS)]
-    return both if number == 0 else [both[first % len(both)]]
+    return both[first % 2 :: 2] if number == 0 else [both[first % len(both)]]
 
 
 def in_place(operation, see, target, /, *args, **kwargs):
@@ -202,7 +202,7 @@ def test_out_argument_is_stored_or_refused():
     )
     assert len(operations) > 250
     for operation in operations:
-        for number, sample in enumerate(samples_of(operation, 3)):
+        for number, sample in enumerate(samples_of(operation)):
             apply = functools.partial(operation, sample.input, *sample.args, **sample.kwargs)
             _, result = outcome(apply)
             if (

@@ -110,12 +110,3 @@ def test_page_lists_every_patch_and_fault():
     numbers = {int(fault) for faults in mended.values() for fault in faults}
     assert numbers | {int(fault) for fault in without} == set(range(1, 29))
     assert {int(check[6:8]) for check in SHOWN} == numbers
-
-
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name[:4])
-def test_patch_describes_fault_reproduction_and_change(patch):
-    message = patch.read_text(encoding="utf-8").partition("\ndiff --git")[0]
-    subject = re.search(r"^Subject: \[PATCH\] ((?:.+\n)(?: .+\n)*)", message, re.M)[1]
-    fault, _, rest = message.partition("\n\n")[2].partition("To see it: ")
-    seeing, _, change = rest.partition("\n\n")
-    assert len(subject) < 100 and fault.strip() and seeing.strip() and change.strip()

@@ -200,9 +200,15 @@ SPOILED = {
 
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize(
-    "backend, action", [("native:delayed", "skip"), ("msamp:O2", "skip"), ("msamp:O4", "stop")]
+    ("what", "backend", "action"),
+    [
+        ("parameter", "native:delayed", "skip"),
+        ("weight", "msamp:O2", "skip"),
+        ("weight", "native:delayed", "stop"),
+        ("state", "msamp:O4", "stop"),
+        ("buffer", "msamp:O2", "stop"),
+    ],
 )
-@pytest.mark.parametrize("what", SPOILED)
 def test_non_finite_parameter_is_named_and_stops_training(action, what, backend, tmp_path):
     plant, place = SPOILED[what]
     training = Training(backend, action, folder=tmp_path, model=deep())
@@ -344,8 +350,6 @@ def test_off_installs_nothing():
     fp8_backends.prepare(model, optimizer, "native:delayed")
     assert not any(isinstance(hook, Guard) for hook in optimizer._optimizer_step_pre_hooks.values())
     assert faults(optimizer) == []
-    for off in (False, "False"):  # as YAML reads it, and as Accelerate's launcher exports it
-        assert fp8_backends.FP8RecipeKwargs(backend="native", guard=off).guard == "off"
     for on in (True, "on"):
         with pytest.raises(RecipeError, match="guard must be one of off, warn, skip"):
             fp8_backends.FP8RecipeKwargs(backend="native", guard=on)
@@ -466,13 +470,3 @@ def test_layers_that_clip_step_after_step_are_named_once(caplog):
         and fault.figures.startswith("scales clip inputs")
         and len(caplog.messages) == 1
     )
-
-
-def test_monitor_names_layers_that_clip(caplog, tmp_path):
-    called_twice(
-        4,
-        amax_compute_algo="most_recent",
-        monitor_every=1,
-        monitor_file=str(tmp_path / "monitor.jsonl"),
-    )
-    assert "over 1 % clipped" in caplog.messages[0] and "input" in caplog.messages[0]

@@ -19,8 +19,6 @@ from te_norm_classes import (
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from fp8_backends import prepare
@@ -32,8 +30,6 @@ LAYER_NORMS = {"torch": lambda: nn.LayerNorm(N, eps=1e-3), "subclass": lambda: F
 RMS_NORMS = {
     "torch": lambda: nn.RMSNorm(N, eps=1e-5),
     "llama": lambda: LlamaRMSNorm(N, eps=1e-5),
-    "mistral": lambda: MistralRMSNorm(N),
-    "qwen": lambda: Qwen3RMSNorm(N, eps=1e-3),
     "t5": lambda: T5LayerNorm(N),
     "gemma": lambda: GemmaRMSNorm(N),
 }
@@ -161,19 +157,14 @@ def test_shared_frozen_and_hooked_norms_survive():
     )
 
 
-@pytest.mark.parametrize(
-    "twin", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"]
-)
-def test_copies_are_independent_swapped_norms(twin):
+def test_copies_are_independent_swapped_norms():
     model = Model(LlamaRMSNorm(N))
     prepare(model, None, "te")
-    other = twin(model)
-    assert type(other.norm) is type(model.norm) and other.norm.weight is not model.norm.weight
-    assert all(
-        torch.equal(a, b) for a, b in zip(results(other.norm), results(model.norm), strict=True)
-    )
-    restore(other)
-    assert type(other.norm) is LlamaRMSNorm and isinstance(model.norm, TENorm)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other.norm) is type(model.norm) and other.norm.weight is not model.norm.weight
+        assert all(map(torch.equal, results(other.norm), results(model.norm)))
+        restore(other)
+        assert type(other.norm) is LlamaRMSNorm and isinstance(model.norm, TENorm)
 
 
 def test_exclude_applies_to_norms_and_only_te_swaps_them():

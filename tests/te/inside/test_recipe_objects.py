@@ -59,17 +59,63 @@ def test_defaults_match_the_object(cls):
     assert recipe == resolve(CLASSES[cls])
 
 
+PARAMS = te_recipes.QParams(amax_epsilon=1e-3)
+
+
+class OfTheUser(te_recipes.DelayedScaling):
+    pass
+
+
+def test_subclass_keeps_values_and_names_fields_that_its_class_lacks():
+    spec = OfTheUser(margin=3, amax_history_len=4)
+    recipe = resolve(spec)
+    assert (recipe.name, recipe.margin, recipe.amax_history_len) == ("te:delayed", 3, 4)
+    spec.mine = 1
+    with pytest.raises(RecipeError, match=r"DelayedScaling.mine=1 .*: its class has no such field"):
+        resolve(spec)
+
+
 @pytest.mark.parametrize(
-    "name", ["fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"]
+    ("cls", "field", "value", "said"),
+    [
+        ("DelayedScaling", "amax_compute_algo", len, "one of max, most_recent: with a function"),
+        ("DelayedScaling", "scaling_factor_compute_algo", len, "=.* fused update"),
+        ("DelayedScaling", "reduce_amax", False, "=False cannot be honoured: each rank .*leave it"),
+        ("DelayedScaling", "fp8_dpa", True, "=True cannot be honoured.*DotProductAttention"),
+        ("DelayedScaling", "fp8_format", te_recipes.Format.E5M2, "no GPU"),
+        (
+            "DelayedScaling",
+            "backward_override",
+            "dequantized",
+            "override_linear_precision=.False, ",
+        ),
+        ("Float8CurrentScaling", "use_power_2_scales", True, "NVTE_FP8_CURRENT_SCALING_POWER_2"),
+        ("Float8CurrentScaling", "fp8_quant_fwd_inp", PARAMS, "="),
+        ("Float8CurrentScaling", "fp8_quant_fwd_weight", PARAMS, "="),
+        ("Float8CurrentScaling", "fp8_quant_bwd_grad", PARAMS, "="),
+        ("Float8BlockScaling", "x_block_scaling_dim", 2, "=2 .* has 1, and only that"),
+        ("MXFP8BlockScaling", "margin", 2, "=2"),
+    ],
 )
-def test_custom_quantization_of_recipe_object_is_refused(name):
+def test_value_that_cannot_be_honoured_is_refused_by_name(cls, field, value, said):
+    spec = getattr(te_recipes, cls)()
+    object.__setattr__(spec, field, value)
+    with pytest.raises(RecipeError, match=f"{field}.*{said}|{said}"):
+        resolve(spec)
+
+
+def test_default_of_the_class_changed_by_the_environment_is_refused(monkeypatch):
+    """NVTE_BACKWARD_OVERRIDE changes the default of the class itself."""
+    field = te_recipes.Float8CurrentScaling.__dataclass_fields__["backward_override"]
+    monkeypatch.setattr(field, "default", "high_precision")
     spec = te_recipes.Float8CurrentScaling()
-    setattr(spec, name, te_recipes.QParams(amax_epsilon=1e-3))
-    with pytest.raises(RecipeError, match=name):
+    spec.backward_override = "high_precision"
+    with pytest.raises(RecipeError, match="backward_override='high_precision'"):
         resolve(spec)
 
 
 def test_recipes_of_other_formats_are_refused():
     for spec in (te_recipes.NVFP4BlockScaling(), te_recipes.CustomRecipe(qfactory=len)):
-        with pytest.raises(RecipeError, match=f"{type(spec).__name__} is no FP8 recipe"):
+        said = f"{type(spec).__name__} is no FP8 recipe.*native:mxfp8"
+        with pytest.raises(RecipeError, match=said):
             resolve(spec)

@@ -3,9 +3,6 @@ stand-in."""
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -16,15 +13,12 @@ from standin import compute_capability
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.pytorch_utils import Conv1D
-from widths import nightly
 
 import fp8_backends
 from fp8_backends.compute.te.linear import TELinear
 from fp8_backends.compute.te.weights import is_frozen
 from fp8_backends.convert import conv1d, conversion
 from fp8_backends.errors import BackendUnavailableError, RecipeError
-
-LEVELS = ["te:delayed+msamp:O2", "te:dynamic+msamp:O3", "te:blockwise+msamp:O3"]
 
 
 def prepared(model: nn.Module, spec: str, **fields):
@@ -35,9 +29,13 @@ def prepared(model: nn.Module, spec: str, **fields):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"override_linear_precision": (False, False, True)}], ids=["fp8", "plain wgrad"]
+    ("scaling", "fields"),
+    [
+        ("delayed", {}),
+        ("dynamic", {"override_linear_precision": (False, False, True)}),
+        ("blockwise", {}),
+    ],
 )
-@pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])
 def test_products_match_linear_bitwise(scaling, fields):
     torch.manual_seed(0)
     module = conv(160, 256)
@@ -56,9 +54,7 @@ def test_products_match_linear_bitwise(scaling, fields):
     assert type(module) is Conv1D and set(module.__dict__) == set(Conv1D(1, 1).__dict__)
 
 
-@pytest.mark.parametrize(
-    "spec", ["te:delayed", *map(nightly, ("te:blockwise", *LEVELS[:-1])), LEVELS[-1]]
-)
+@pytest.mark.parametrize("spec", ["te:delayed", "te:blockwise+msamp:O3"])
 def test_gpt2_trains_like_linear_layers(spec):
     fields = {"rounding": "nearest"} if "msamp" in spec else {}
     model, optimizer = prepared(gpt2(), spec, **fields)
@@ -103,16 +99,6 @@ def test_frozen_mxfp8_weights_are_refused():
         prepared(
             nn.Sequential(module, nn.Linear(32, 32)), "te:mxfp8", fp8_params=True, exclude=["1"]
         )
-
-
-@pytest.mark.parametrize(
-    "make", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"]
-)
-def test_copies_train_like_the_original(make):
-    model, optimizer = prepared(gpt2(), "te:delayed")
-    copied = make(model)
-    losses = train(model, optimizer, "gpt2", steps=2)
-    assert train(copied, torch.optim.AdamW(copied.parameters(), lr=3e-3), "gpt2", steps=2) == losses
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "dynamic", "blockwise"])

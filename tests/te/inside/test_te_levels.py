@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch  # noqa: F401, before it is asked about the device
 from torch import nn
-from widths import nightly
 
 import fp8_backends
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
@@ -56,8 +55,6 @@ def step(model, optimizer, index: int, microbatches: int = 1) -> float:
     [
         ("O1", "delayed"),
         ("O2", "dynamic"),
-        nightly("O2", "blockwise"),
-        nightly("O3", "delayed"),
         ("O3", "blockwise"),
         ("O4", "dynamic"),
     ],
@@ -122,7 +119,7 @@ def casts(monkeypatch) -> list:
     return seen
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O2", "O4"])
 def test_weight_is_cast_once_per_step_and_never_in_e4m3(level, monkeypatch):
     model, optimizer = prepared(f"te:delayed+msamp:{level}")
     step(model, optimizer, 0)
@@ -149,24 +146,6 @@ def test_manually_changed_weight_is_cast_again():
                 model[index].bias.zero_()
     assert not torch.equal(before, model(x))
     assert torch.equal(model(x), copy.deepcopy(model)(x))
-
-
-def test_resume_is_bitwise(tmp_path):
-    def new():
-        return prepared("te:delayed+msamp:O2")
-
-    model, optimizer = new()
-    for index in range(3):
-        step(model, optimizer, index)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    compute = fp8_backends.convert.conversion.prepared_roots(model)[0][2].compute
-    scaling = compute.scaling_state(model)
-    unbroken = [step(model, optimizer, index) for index in range(3, 6)]
-    again, its_optimizer = new()
-    again.load_state_dict(saved[0])
-    its_optimizer.load_state_dict(saved[1])
-    compute.load_scaling_state(again, scaling)
-    assert [step(again, its_optimizer, index) for index in range(3, 6)] == unbroken
 
 
 def test_frozen_weights_stay():
