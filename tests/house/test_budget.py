@@ -12,17 +12,17 @@ from pathlib import Path
 import fp8_backends
 from fp8_backends.formats.scaling import RULES
 
-TOKENS, FILES = 300_900, 208
+TOKENS, FILES = 299_500, 208
 """Tokens of Python without comments, docstrings and layout: dense formatting cannot lower them."""
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 LAYOUT = ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")
 
 HABITS = {
     "comparisons with a rule's name": 15,
-    "isinstance, hasattr, getattr": 718,
+    "isinstance, hasattr, getattr": 715,
     "functions of more than 8 arguments": 25,
     "x if c else y": 1_177,
-    "a, b = x, y": 410,
+    "a, b = x, y": 408,
 }
 """Habits that make code hard to read: 1 % above the numbers in the package."""
 RULE_NAMES = {*RULES, "tensorwise"}
