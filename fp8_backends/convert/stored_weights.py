@@ -121,7 +121,9 @@ class StoredWeight:
 
     def make_plain(self) -> None:
         if not levels.is_marked(self.layer):
-            for undo in reversed(self.layer.__dict__[CONVERSION].undo):  # a frozen weight
+            is_part = owner_of(self.layer)[0] is not self.layer
+            # a frozen weight; the first takes a layer of experts off its module
+            for undo in reversed(self.layer.__dict__[CONVERSION].undo[is_part:]):
                 undo(self.layer)
             return
         levels.unmark(self.layer)

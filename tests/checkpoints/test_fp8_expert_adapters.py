@@ -255,6 +255,7 @@ def test_plain_weights_for_a_while_and_export(tmp_path):
     fp8_backends.prepare(model, None, BLOCKWISE)
     with checkpoints.plain_weights(model):
         assert equal(dict(model.named_parameters()), dict(plain.named_parameters()))
+    assert checkpoints.dequantize(model) == [], "a prepared model keeps its codes"
     check_codes(model, file)
     checkpoints.export(model, tmp_path)
     from transformers import AutoModelForCausalLM
