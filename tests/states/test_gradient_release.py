@@ -94,6 +94,18 @@ def test_other_optimizers_step_inside_backward(name, monkeypatch):
     assert_same(ours, usual)
 
 
+def test_a_single_parameter_steps_at_the_end_of_backward():
+    ways = []
+    for released in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 64, bias=False)
+        ways.append(prepared("O2", model=layer, gradient_release=released))
+    assert train(*ways[0], range(3)) == train(*ways[1], range(3))
+    before = ways[1][0].weight.exact().clone()
+    loss_of(ways[1][0], 3).backward()
+    assert not torch.equal(before, ways[1][0].weight.exact()), "stepped by backward itself"
+
+
 def test_non_finite_gradient_counts_as_zero(monkeypatch):
     monkeypatch.setattr(gradient_release, "PENDING", 1)
     pairs = prepared("O2"), prepared("O2", gradient_release=True)

@@ -320,6 +320,12 @@ def test_a_killed_worker_fails_its_backend(tmp_path):
     assert found["bf16"]["status"] == comparison.results["status"] == "finished"
 
 
+def test_cores_are_counted_without_affinity(monkeypatch):
+    """macOS and Windows have none."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert comparing.cores() == os.cpu_count()
+
+
 def test_runs_at_once_fit_into_cores_and_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(comparing, "cores", lambda: 8)
     comparison = InProcess(tiny_settings(tmp_path), tmp_path / "out")

@@ -447,7 +447,10 @@ def worker_environment() -> dict[str, str]:
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0))
+    """Return the number of cores that this process may use. Only Linux says."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 FORWARD = 1 / 3
