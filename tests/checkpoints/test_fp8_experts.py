@@ -88,12 +88,14 @@ def experts_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_adapters_train_through_frozen_fp8_experts(family):
     """Attention and experts multiply their codes here, with losses near the dequantized base's."""
     model, plain = loaded(family)
-    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    model, plain = (with_lora(each, target_modules=attention) for each in (model, plain))
+    model, plain = (with_lora(each, target_modules=ATTENTION) for each in (model, plain))
     before = experts_of(model)
     losses = train(model, BLOCKWISE, 6)
     expected = train(plain, "native:blockwise", 6)
@@ -113,7 +115,7 @@ def test_other_recipes_leave_experts_to_transformers():
     """Its own products pass gradients through, and its codes stay."""
     model, _ = loaded("qwen3_moe")
     model.model.layers[1].self_attn.o_proj = nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
-    model = with_lora(model.requires_grad_(False))
+    model = with_lora(model.requires_grad_(False), target_modules=ATTENTION)
     before = experts_of(model)
     losses = train(model, "native:dynamic", 5)
     assert losses[-1] < losses[0]
