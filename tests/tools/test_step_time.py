@@ -35,7 +35,7 @@ def llama(layers=4, width=256, **more):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_calibrating_steps_lie_within_the_spreads():
     rows = fit_step.Steps().errors()
     assert len(rows) == 18
@@ -111,6 +111,7 @@ def test_predicted_steps_with_offload_are_still_the_recorded_ones():
         assert (row["fits"], row["peak"]) == (expected["fits"], pytest.approx(expected["peak"]))
 
 
+@pytest.mark.nightly
 def test_steps_in_the_host_take_time_that_backward_hides():
     shape = llama(width=512)
     traced = {}
