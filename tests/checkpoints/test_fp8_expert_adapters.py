@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from conversion_steps import take_steps
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_fp8_experts import BLOCKWISE, IDS, dequantized, loaded
+from test_fp8_experts import BLOCKWISE, dequantized, loaded
 from tiny_checkpoints import same_bits
 from torch import nn
 
@@ -22,6 +22,7 @@ from fp8_backends.formats.scaling import SQUARES
 from fp8_backends.kernels import nvfp4
 from fp8_backends.tensors.block_codes import BlockCodes
 
+IDS = torch.arange(32).reshape(2, 16) * 5 % 64
 BOTH = ("experts.gate_up_proj", "experts.down_proj")
 UP, DOWN = BOTH[:1], BOTH[1:]
 ATTENTION = {"target_modules": ["q_proj", "v_proj"]}

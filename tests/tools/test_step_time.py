@@ -144,6 +144,7 @@ def test_steps_in_the_host_take_time_that_backward_hides():
     assert twice.tokens_per_second > alone.tokens_per_second
 
 
+@pytest.mark.nightly
 def test_parts_sum_to_the_step_and_follow_their_cause():
     shape = llama(width=1024)
 
