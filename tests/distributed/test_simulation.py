@@ -45,7 +45,7 @@ ON_FOUR = [
     ),
 ]
 
-OF_EACH_KIND = [ON_TWO[i] for i in (1, 11)]
+OF_EACH_KIND = [ON_TWO[i] for i in (1, 8, 11)]
 
 
 @pytest.mark.parametrize(
