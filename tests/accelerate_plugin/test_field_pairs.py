@@ -63,7 +63,6 @@ FIELDS = {
         {0: "bf16", 2: "native:dynamic"},
         {2: "native:rowwise", 4: "native:dynamic"},
     ),
-    "small_layers": (None, "h200"),
     "saved_activations": (None, "fp8", "fp8+attention"),
     "fused_head": (None, True),
     "monitor_every": (None, 2),
