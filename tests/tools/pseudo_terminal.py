@@ -61,6 +61,18 @@ class PseudoTerminal:
         os.close(self._keys)
         return self.program.wait(20)
 
+    def press(self, keys: str, text: str) -> None:
+        """Type keys, every other second anew, until the screen shows a text. Python misses a signal
+        between a prompt and its read."""
+        for _ in range(60):
+            self.type(keys)
+            again = time.monotonic() + 2
+            while time.monotonic() < again:
+                if text in self.text:
+                    return
+                self._read(again)
+        raise AssertionError(f"{text!r} is not on the screen:\n{self.text}")
+
     def _read(self, until: float) -> bool:
         ready, *_ = select.select([self._keys], [], [], max(0, until - time.monotonic()))
         try:
