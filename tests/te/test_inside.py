@@ -18,14 +18,8 @@ import warm_process
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize(
-    "marked",
-    [
-        pytest.param("not nightly", marks=pytest.mark.slow),
-        pytest.param("nightly", marks=pytest.mark.nightly),
-    ],
-)
-def test_tests_with_transformer_engine_pass(marked, te_site, subtests, tmp_path):
+@pytest.mark.slow
+def test_tests_with_transformer_engine_pass(te_site, subtests, tmp_path):
     results = tmp_path / "results.xml"
     process = warm_process.run(
         *(
@@ -33,8 +27,6 @@ def test_tests_with_transformer_engine_pass(marked, te_site, subtests, tmp_path)
             "pytest",
             str(HERE / "inside"),
             "-q",
-            "-m",
-            marked,
             "-p",
             "no:cacheprovider",
             f"--junitxml={results}",

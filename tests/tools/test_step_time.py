@@ -73,7 +73,7 @@ def test_published_runs_are_predicted_blindly(in_cpp, median, worst):
     assert [row["predicted"] for row in rows] == pytest.approx(
         [row["predicted"] for row in recorded], rel=1e-6
     )
-    errors = published.errors(rows)
+    errors = sorted(abs(row["predicted"] / row["published"] - 1) for row in rows)
     assert errors[len(errors) // 2] <= median and errors[-1] <= worst
     assert all(row["interval"][0] <= row["published"] <= row["interval"][1] for row in rows)
 
@@ -267,8 +267,9 @@ def test_batch_zero_is_the_largest_that_fits():
 @pytest.mark.nightly
 def test_changes_are_listed_with_their_bytes_where_nothing_fits(tmp_path, capsys):
     llama().config.save_pretrained(tmp_path)
-    usable = 0.92 * 2**25
-    options = f"--chip {2**25 / 2**30} --sequence 256 --backend bf16,msamp:O4 --json"
+    memory = 24 * 2**20
+    usable = 0.92 * memory
+    options = f"--chip {memory / 2**30} --sequence 256 --backend bf16,msamp:O4 --json"
     assert main(["estimate", str(tmp_path), *options.split()]) == 0
     found = json.loads(capsys.readouterr().out)["changes"]
     titles = [each["title"] for each in found]
