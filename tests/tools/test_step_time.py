@@ -284,6 +284,16 @@ def test_changes_are_listed_with_their_bytes_where_nothing_fits(tmp_path, capsys
     assert pasted["peak"] == found[2]["estimate"]["peak"]
 
 
+@pytest.mark.nightly
+def test_a_refused_change_is_left_out(tmp_path, capsys):
+    """FSDP2, on which more devices are tried, goes without offload."""
+    llama().config.save_pretrained(tmp_path)
+    options = "--chip 0.004 --sequence 256 --backend msamp:O4 --offload --json"
+    assert main(["estimate", str(tmp_path), *options.split()]) == 0
+    titles = [each["title"] for each in json.loads(capsys.readouterr().out)["changes"]]
+    assert "activation checkpointing" in titles and not any("devices" in each for each in titles)
+
+
 def test_screen_answers_three_questions_and_writes_a_page(tmp_path, capsys):
     llama().config.save_pretrained(tmp_path)
     page = tmp_path / "page.html"

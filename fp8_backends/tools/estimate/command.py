@@ -4,6 +4,7 @@ runs."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import itertools
 import json
@@ -319,18 +320,22 @@ def changes(
     usable = SHARE_OF_MEMORY * device.memory
     made: list[Change] = []
 
-    def estimated(options: str, sharding: str, traced: dict, where: Device = UNKNOWN) -> Estimate:
+    def estimated(
+        options: str, sharding: str, traced: dict, where: Device = UNKNOWN
+    ) -> Estimate | None:
+        """Return the estimate of a change, with the user's other options; None if it is refused."""
         changed = parser.parse_args(options.split(), copy.copy(args))
         changed.batch = changed.batch or 1
         changed_workload = workload_of(changed, workload.model, where)
-        return estimate(changed_workload, backends_of(changed), [sharding], traced=traced)[0]
+        with contextlib.suppress(FP8BackendError):
+            return estimate(changed_workload, backends_of(changed), [sharding], traced=traced)[0]
+        return None
 
     def add(title: str, options: str, sharding: str) -> None:
         on_step(title)
         traced: dict = {}
-        try:
-            one = estimated(options, sharding, traced)
-        except FP8BackendError:
+        one = estimated(options, sharding, traced)
+        if one is None:
             return
         if one.peak <= usable and not any(each.estimate.fits for each in made):
             one = estimated(options, sharding, traced, device)  # the recommended one
@@ -353,7 +358,10 @@ def changes(
         if devices <= best.static / device.memory / 2:
             continue
         options = f"--devices {devices} --sharding {kind} --backend {backend}"
-        if estimated(options, kind, traced).peak <= usable or devices == MOST_DEVICES:
+        one = estimated(options, kind, traced)
+        if one is None:
+            break
+        if one.peak <= usable or devices == MOST_DEVICES:
             add(f"{devices} devices", options, kind)
             break
     return made
