@@ -186,6 +186,10 @@ class Seconds(NamedTuple):
     bf16: float
     fp8: float
 
+    @property
+    def fp8_gains(self) -> bool:
+        return self.fp8 < self.bf16
+
 
 def linear_seconds(
     size: tuple[int, int], compute: str, scaling: str, chip: Rates, tokens: float = TOKENS

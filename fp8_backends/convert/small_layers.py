@@ -27,7 +27,7 @@ def keep_in_bf16(weights: Iterable[Found], recipe: Recipe) -> None:
         if not is_open or weight.part or weight.conversion is not None:
             continue
         seconds = linear_seconds(weight.product.sizes, recipe.compute, recipe.scaling, rates)
-        if seconds.bf16 <= seconds.fp8:
+        if not seconds.fp8_gains:
             weight.product.recipe = KEPT_IN_BF16
             weight.obstacle = (
                 f"faster in bf16: {seconds.bf16 * 1e6:,.0f} us a step, {seconds.fp8 * 1e6:,.0f} in "

@@ -32,7 +32,7 @@ def _faster_in_bf16(setup: Setup) -> str:
         return ""
     sizes = setup.linear_sizes
     seconds = [linear_seconds(size, recipe.compute, recipe.scaling, chip) for size in sizes]
-    small = [size for size, each in zip(sizes, seconds, strict=True) if each.bf16 <= each.fp8]
+    small = [size for size, each in zip(sizes, seconds, strict=True) if not each.fp8_gains]
     if len(small) in (0, len(sizes)):
         return ""
     saved = 1 - sum(map(min, seconds)) / sum(each.fp8 for each in seconds)
