@@ -222,7 +222,7 @@ def test_the_columns_by_ranks_follow_one_formula():
     assert [round(100 * made[n, "te:delayed"]["loss_above"], 2) for n in AWS] == [0.11, 0.10, 1.93]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_batches_differ_by_step_and_rank_but_not_backend():
     text = training.Text(64)
     first = text.batch(4, step=0)

@@ -26,7 +26,6 @@ def row(run: str) -> Feature:
     return next(feature for feature in FEATURES if feature.run == run)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feature", "backend"),
     [*BY_DEFAULT, *(nightly(*cell) for cell in ALONE if cell not in BY_DEFAULT)],
@@ -73,7 +72,7 @@ def answered(monkeypatch, answers: dict[str, int], **fields) -> dict:
     return cluster.get_cluster_input()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("processes", [nightly(1), 2])
 def test_accelerate_config(processes, monkeypatch, tmp_path):
     """Train with the wizard's file unchanged (`ao`), and with another backend written into it."""
@@ -118,7 +117,6 @@ accelerator.end_training()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend, processes",
     [nightly("native:delayed", 1), ("ao:tensorwise", 2), nightly("msamp:O2", 1)],

@@ -208,7 +208,6 @@ def test_unused_fp8_layers_raise_at_first_optimizer_step():
         train(accelerator, model, optimizer, batches(1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed", nightly("ao:tensorwise")])
 def test_compiled_losses_match_eager(backend):
     losses = []

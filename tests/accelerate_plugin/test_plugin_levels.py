@@ -39,7 +39,6 @@ def prepared(acc: Accelerator, lr: float = 5e-3, **options):
     return acc.prepare(model, optimizer, scheduler)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "autocast"),
     [("O1", "bf16"), ("O2", "fp16"), ("O3", "fp32"), ("O4", "bf16")],
@@ -81,7 +80,6 @@ print("resumed", scaling, [loss.hex() for loss in losses], total.hex())
 """
 
 
-@pytest.mark.slow
 def test_new_process_resumes_bitwise(tmp_path):
     """More than 16 steps before it: the scaling windows are in their delayed phase."""
     tests, told = __file__.rpartition("/")[0], []
@@ -132,7 +130,6 @@ def _plain(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.dequantize() if isinstance(gradient, ScaledTensor) else gradient
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("at", "level"), [(0, "O2"), (3, "O3"), (20, "O1"), (20, "O4")])
 def test_loss_scaler_skips_non_finite_step(level, at):
     acc = accelerator(level, "fp16")
@@ -205,7 +202,6 @@ def test_fsdp1_is_refused_with_fix():
     assert not any(isinstance(p, ScaledTensor) for p in model.parameters())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_distributed_checkpoint_saves_and_loads(level, tmp_path):
     import torch.distributed.checkpoint as dcp

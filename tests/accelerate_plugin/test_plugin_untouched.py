@@ -54,7 +54,6 @@ def stock(outcome):
     return outcome("")
 
 
-@pytest.mark.slow
 def test_import_changes_no_bit_of_bf16_training(outcome, stock):
     assert "Accelerator object" in stock
     assert outcome("import fp8_backends") == stock

@@ -265,7 +265,6 @@ def test_fp64_model_prepares_and_runs(backend):
 # test_state_checkpointing.py
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "safetensors"),
     [("native:delayed", True), ("ao:tensorwise", False), ("msamp:O3", True)],
@@ -356,7 +355,6 @@ def test_accumulation_matches_bare_loop(backend, sync_each_batch):
     assert run.scheduler.scheduler.last_epoch == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "split_batches"), [("ao:tensorwise", False), ("msamp:O2", True)]
 )

@@ -24,12 +24,9 @@ from budgets import (
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("CUDA_BUILD_PYTHON")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not PYTHON, reason="CUDA_BUILD_PYTHON names no Python with PyTorch's build for CUDA"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="CUDA_BUILD_PYTHON names no Python with PyTorch's build for CUDA"
+)
 
 
 def answered(script: str, *arguments: str, cwd: Path, folder: str = "benchmarks/ahead") -> dict:

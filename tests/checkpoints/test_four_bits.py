@@ -156,7 +156,7 @@ def test_every_code_and_scale_decodes_as_in_compressed_tensors(kind):
 
 @pytest.mark.parametrize(
     ("scaling", "base"),
-    zip(NativeCompute.scalings, itertools.cycle(BYTES), strict=False),
+    list(zip(NativeCompute.scalings, itertools.cycle(BYTES), strict=False)),
     indirect=["base"],
 )
 def test_adapters_train_over_codes_as_over_their_values(scaling, base):
@@ -181,7 +181,7 @@ def test_adapters_train_over_codes_as_over_their_values(scaling, base):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_gradients_equal_eager(nvfp4):
     block = nn.Sequential(frozen(nvfp4).model.layers[0].mlp.up_proj.float())
     fp8_backends.prepare(block, None, "native:rowwise")

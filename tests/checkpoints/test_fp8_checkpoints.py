@@ -48,7 +48,6 @@ def with_fp8_linear(model: nn.Module, block=(128, 128)) -> nn.Module:
     return quantized
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", [(128, 128), None])
 def test_fp8_linear_becomes_plain_and_trains(block):
     quantized = with_fp8_linear(llama(hidden=192, inner=320), block)
@@ -189,7 +188,6 @@ def test_products_of_codes_match_products_of_values():
         assert ((x.grad - dy8 @ weight).abs() <= bound * (dy8.abs() @ weight.abs())).all()
 
 
-@pytest.mark.slow
 def test_compressed_tensors_codes_stay(tmp_path):
     fp8_backends.checkpoints.export(trained("native:blockwise"), tmp_path, "compressed-tensors")
     model = with_lora(load(tmp_path, None), lora_alpha=64, init_lora_weights=True)
@@ -263,7 +261,6 @@ def loads_codes(monkeypatch):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "sizes"), [("native:blockwise", (256, 384)), ("msamp:O3", (192, 320))]
 )
@@ -301,7 +298,7 @@ def test_a_gpu_loads_plain_experts(loads_codes, tmp_path):
     assert fp8_backends.checkpoints.dequantize(loaded) == result.exact
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", ["native:blockwise", "native:rowwise", "msamp:O3"])
 def test_layers_of_compressed_tensors_become_plain_and_train(spec, tmp_path):
     result = fp8_backends.checkpoints.export(trained(spec), tmp_path, "compressed-tensors")

@@ -108,9 +108,9 @@ def test_stock_transformers_computes_with_exported_values(format, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("spec", "format"), zip(("msamp:O3", "native:blockwise"), SCALES, strict=True)
+    ("spec", "format"), list(zip(("msamp:O3", "native:blockwise"), SCALES, strict=True))
 )
 def test_loaded_checkpoint_trains_and_reexports_bitwise(spec, format, tmp_path):
     model = trained(spec)
@@ -189,7 +189,7 @@ def test_unequal_scales_are_not_split_into_other_blocks(tmp_path):
     assert all(torch.equal(loaded[name], value) for name, value in written.items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", ["ao", "native:mxfp8"])
 def test_codes_of_other_rules_are_recast_with_notice(spec, tmp_path, capsys):
     model = trained(spec)

@@ -121,7 +121,7 @@ def test_mx_scales_have_cublas_layout():
             assert flat[tile * 512 + place] == scales[row, block]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", [nightly("native:blockwise"), "native:mxfp8"])
 def test_compiled_code_passes_operands_in_gpu_layout(spec, monkeypatch):
     torch._dynamo.reset()

@@ -95,14 +95,14 @@ def assert_alike(compiled, eager, recomputed=0):
         assert all(torch.equal(state, eager_states[name]) for name, state in states.items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", [nightly("native:dynamic"), "native:delayed"])
 def test_compiled_layers_track_state_in_every_order(spec):
     orders = ("seq", "fifo", "lifo")
     assert_alike(run(spec, orders, "aot_eager"), run(spec, orders, None))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec,order,checkpointed,whole",
     [
@@ -132,7 +132,7 @@ def test_inductor_tracks_state(spec):
         assert torch.equal(state[:, 1], eager[2][name][:, 1]) and state[:, 1].all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_track_their_own_state(copied):
     model, _ = prepare(nn.Sequential(nn.Linear(16, 16)), None, "native:dynamic")
@@ -146,7 +146,7 @@ def test_copies_track_their_own_state(copied):
     assert model[0].fp8_products.tolist() == [3, 0, 3, 0] and not list(model.buffers())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "backend", [nightly("native:dynamic"), nightly("native:delayed"), "native:window"]
 )

@@ -78,7 +78,6 @@ def test_rowwise_scales_apply_and_autocast_rounds_nothing(calls):
     assert torch.equal(out, ours.bfloat16())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("compiler", [None, nightly("aot_eager"), nightly("inductor")])
 def test_ao_trains_with_proven_products(calls, compiler):
     torch.manual_seed(0)

@@ -161,7 +161,7 @@ def penalty_last(logits, labels):
     return of_transformers(logits, labels) + logits.float().square().mean()
 
 
-def compiled(use, mark=pytest.mark.slow):
+def compiled(use, mark=()):
     """Compile; the graph breaks at the logits."""
     forward = torch.compile(use, backend="eager")
     return pytest.param(forward, use, marks=mark, id=f"compiled {use.__name__}")

@@ -97,7 +97,7 @@ def run(model, hidden, chosen, weights, dy, autocast=True):
     return y, hidden.grad, weights.grad
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "dtype", [torch.float32, nightly(torch.bfloat16)], ids=["autocast", "bf16"]
 )
@@ -128,7 +128,6 @@ def test_experts_match_linear_layers_bitwise(family, backend, dtype):
     assert all(layer.fp8_products.tolist() == [3, 3, 3, 0] for layer in layers)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "scaling", "family"),
     [
@@ -265,7 +264,6 @@ def test_e5m2_gradients_use_rowwise_e4m3():
     assert (small - exact).norm() < 0.1 * exact.norm()
 
 
-@pytest.mark.slow
 def test_each_product_can_stay_in_high_precision():
     hidden, chosen, weights = routed(40)
     dy = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -315,7 +313,6 @@ def test_evaluation_and_empty_batch_run_original_module():
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("placed", [False, True], ids=["as they lie", "as on a GPU"])
 @pytest.mark.parametrize("backend", SCALINGS)
 def test_rows_for_remote_experts_are_ignored(backend, placed, monkeypatch):
@@ -359,7 +356,6 @@ def test_other_dtypes_match_bf16_products(autocast, weights):
     assert (y - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:dynamic", "native:rowwise"])
 def test_weights_are_cast_once_per_step(backend, monkeypatch):
     made = []
@@ -431,7 +427,7 @@ def step_on_fake_tensors(scaling, sizes, stored, transposed, groups):
     return calls.seen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     "stored", [None, torch.float16, torch.float8_e4m3fn], ids=["plain", "FP16", "E4M3"]
@@ -488,7 +484,7 @@ def _same_shape(target, source):
     return target
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=["FP16", "E4M3"])
 @pytest.mark.parametrize("scaling", ["blockwise", "mxfp8"])
@@ -623,7 +619,7 @@ def test_engines_by_device(monkeypatch, either_cpu):
     assert engine_for(cuda) == "scaled_mm"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "family,backend,on_gpu",
     [("mixtral", "native:window", True), nightly("gpt_oss", "native:mxfp8", False)],
@@ -650,7 +646,7 @@ def test_compiled_experts_match_eager_without_graph_break(family, backend, on_gp
     assert counts == compiled_counts == [[1, 1, 1, 0]] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_experts_record_same_amaxes_when_forwards_precede_backwards():
     states = []
     for compiles in (False, True):

@@ -87,7 +87,6 @@ def trained(model, optimizer, steps=3, microbatches=3):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kept_codes_change_no_bit_and_cast_once_per_step(backend, casts):
     expected = trained(*made(backend, keep=False))
@@ -274,7 +273,7 @@ def test_moved_model_frees_kept_codes():
     assert memory.expired()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_code_casts_inside_its_graph(casts):
     torch._dynamo.reset()
     model, optimizer = made()

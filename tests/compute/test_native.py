@@ -79,7 +79,6 @@ def test_accuracy_against_fp32(scaling, dtype):
     assert (layer.fp8_products[:3] > 0).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
 @pytest.mark.parametrize(
     "tokens,n_in,n_out",

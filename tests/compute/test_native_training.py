@@ -118,7 +118,7 @@ def assert_same_states(states, others):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("use_reentrant", [False, nightly(True)])
 @LAYERS
 def test_recomputation_uses_same_scales(scaling, stored, use_reentrant):
@@ -171,7 +171,6 @@ def test_recomputation_runs_in_the_mode_of_the_first_forward(scaling, use_reentr
         assert all(map(torch.equal, gradients(recomputed, False, nn.Module.train), expected))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "scaling,stored,use_reentrant",
     [
@@ -196,7 +195,7 @@ def test_compiled_training_matches_eager(scaling, stored, use_reentrant):
     assert compiled[3][1] == compiled[3][-1], "compiled again in a later step"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, nightly(lambda model: pickle.loads(pickle.dumps(model)))]
 )
@@ -211,7 +210,7 @@ def test_copies_train_independently(scaling, stored, copied):
     assert_same_states(found[2], expected[2])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @LAYERS
 def test_meta_model_keeps_weight_form_and_starts_fresh(scaling, stored):
     torch.manual_seed(0)
@@ -231,7 +230,7 @@ def test_meta_model_keeps_weight_form_and_starts_fresh(scaling, stored):
     assert numbers == trained(made(scaling, stored))[0] and counts == [[5, 5, 5, 0]] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype, autocast_dtype", one_each(DTYPES, AUTOCASTS))
 @LAYERS
 def test_whole_training_steps_are_valid_on_a_gpu(
@@ -267,7 +266,6 @@ SAVED = [
 """The operators of the guide, with a CPU's attention."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, scaling",  # Conv1D and Linear, with biases
     nightly_but(
@@ -295,7 +293,6 @@ def test_selective_checkpointing_saves_products(family, scaling, monkeypatch):
     assert_same_states(other_states, states)
 
 
-@pytest.mark.slow
 def test_selective_checkpointing_keeps_30_bytes(monkeypatch):
     """For each token and hidden feature of a Llama layer, as the guide says."""
     model, _ = prepare(
@@ -400,7 +397,7 @@ def test_two_models_with_different_recipes_train_together():
     assert [list(losses) for losses in together] == alone and alone[0] != alone[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", [nightly("native:dynamic"), "msamp:O2"])
 def test_dynamic_shapes_match_eager_bitwise(spec):
     """`dynamic=True` turns numbers in objects into variables, too, and a backward cannot lift
@@ -459,7 +456,7 @@ def by_parts(model, x):
     return model.decoder(model.encoder(x))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 def test_scales_roll_when_a_loop_calls_submodules(compiler):
     losses, states = states_of_three_steps(nn.Module.__call__)

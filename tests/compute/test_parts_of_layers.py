@@ -27,7 +27,7 @@ def mesh():
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("style", [COLWISE, ROWWISE])
 @pytest.mark.parametrize("scaling", ["dynamic", "rowwise", "blockwise", "mxfp8"])
 def test_a_gpu_accepts_the_products_of_parts(mesh, scaling, style):

@@ -157,7 +157,6 @@ def test_every_rule_computes_one_scale(rule, dtype, kind):
             assert made.transposed is None and same(made.along_rows().codes, expected.codes.t())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", [DYNAMIC, POWER_OF_TWO])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_cast_records_the_amax_in_a_state(compiled, rule):
@@ -203,7 +202,6 @@ def test_stored_data_are_cast_from_their_values(dtype):
             assert same(ours.codes, expected.codes) and same(ours.scale_inv, expected.scale_inv)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], DTYPES))
 @pytest.mark.parametrize(
@@ -240,7 +238,7 @@ def test_transpose_is_a_view_without_nan():
     assert made.transposed.t().is_contiguous() and made.codes.is_contiguous()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [
     lambda x: quantization.quantize(x, E4M3).codes,
     *(lambda x, blocks=blocks: quantization.quantize_blocks(x, blocks, E4M3).transposed for blocks in BLOCKS),
@@ -305,7 +303,7 @@ def test_compiled_code_computes_amax_in_one_reduction(keep_nan):
         ), graph
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("values_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("most", [0, 2**25])

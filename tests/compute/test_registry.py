@@ -239,7 +239,6 @@ def test_broken_entry_point_affects_only_itself(monkeypatch):
         resolve("nativ")
 
 
-@pytest.mark.slow
 def test_entry_point_of_an_installed_distribution_is_a_backend(tmp_path, monkeypatch):
     """Import at first use, and train through `prepare`."""
     info = tmp_path / "tiny_fp8-1.0.dist-info"

@@ -90,7 +90,7 @@ def same(a, b):
     return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("scaling", SCALINGS)
 @settings(max_examples=15)
 @given(
@@ -288,7 +288,7 @@ def test_only_fp8_codes_of_weight_are_saved(scaling, stored, override, autocast_
     assert weight.grad.shape == weight.shape
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("scaling,stored", [("window", "E4M3"), nightly("delayed", "FP16")])
 def test_inductor_computes_same_codes(scaling, stored):
     """Match bitwise for one layer in FP32, without reordered sums. (Inductor skips the bf16
@@ -303,7 +303,7 @@ def test_inductor_computes_same_codes(scaling, stored):
     assert torch.equal(scaled[0].fp8_products, compiled[0].fp8_products)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("stored, training", one_each(STORED, [False, True]))
 def test_compiled_evaluation_and_frozen_weights_match_eager(stored, training):
     torch._dynamo.reset()

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import warm_process
 from safetensors.torch import load_file, save_file
 from torch import nn
+from widths import nightly
 
 from fp8_backends import preparation
 from fp8_backends.compute.torchao import backend as ao
@@ -138,7 +139,7 @@ def test_zero_tokens_and_one_dimension(scaling):
 
 
 @pytest.mark.parametrize("shape", [(4, 16, 32), (64, 32), (32,)])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, nightly(True)])
 @pytest.mark.parametrize("scaling", RECIPES)
 def test_outputs_without_bias_may_be_written_in_place(scaling, compiled, shape):
     linear = nn.Linear(32, 16, bias=False)
@@ -256,7 +257,7 @@ def test_loading_torchao_prints_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "another\n")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_layers_of_several_sizes_stay_within_buffers():
     """Run in a new process, since a fault ends it. The second model meets code compiled for the
     first, and is compiled with variable sizes, also in its padding."""

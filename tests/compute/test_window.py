@@ -84,7 +84,6 @@ def test_window_is_just_in_time_for_16_steps_then_delayed(scales):
     assert row(model, INPUT) == (40, [0.0, *amaxes[:-16:-1]])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("at", [3, 20])
 def test_non_finite_value_restarts_just_in_time_steps(scales, bad, at):
@@ -107,7 +106,6 @@ def test_non_finite_value_restarts_just_in_time_steps(scales, bad, at):
     assert row(model, WEIGHT) == (0, [0.0] * WINDOW)
 
 
-@pytest.mark.slow
 def test_steps_without_amax_leave_window_unchanged(scales):
     """Try an idle layer, an expert without tokens, and a gradient of zeros."""
     model = one_layer()
@@ -202,7 +200,6 @@ def test_evaluation_and_no_grad_leave_window_unchanged():
     assert model[0].fp8_products[0] == 3 and torch.equal(model[0].fp8_scaling, before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("saved_after", [5, 18])
 def test_resumed_run_matches_uninterrupted_run_bitwise(saved_after):
     batches = (

@@ -120,7 +120,6 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
 def test_products_tests_pass_without_bf16(tmp_path):
     """Time all forms of a product, and run both products' tests on the other kind of CPU, in one
     process."""

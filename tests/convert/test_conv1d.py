@@ -172,7 +172,6 @@ def only_the_head_remains(model: nn.Module, optimizer) -> bool:
     return len(ran) == 8 and list(audit.high_precision) == ["lm_head"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:mxfp8", "ao:rowwise", "msamp:O2"])
 def test_gpt2_matches_linear_layers_and_loads_into_stock(spec, tmp_path):
     """Match losses bitwise, with rounding to nearest at levels."""
@@ -201,7 +200,6 @@ def test_level_stores_weights_and_gradients_in_conv1d_layout(level):
     assert weight.shape == weight.grad.shape == (32, 96) and weight.grad.codes.is_contiguous()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["native:delayed", "ao:tensorwise"])
 def test_copies_train_like_the_original(spec):
     model, optimizer = prepared(gpt2(), spec)
@@ -224,7 +222,7 @@ def test_recomputation_and_kept_weight_casts():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_without_a_graph_break():
     results = []
     for compiles in (False, True):
@@ -257,7 +255,6 @@ def logits_of(model: nn.Module) -> torch.Tensor:
         return model.eval()(**batch("gpt2")).logits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["dynamic", "blockwise"])
 def test_frozen_fp8_weights_under_merging_adapters(scaling):
     fields = {"scaling": scaling, "fp8_params": True}

@@ -313,7 +313,7 @@ def test_roots_are_found_inside_wrappers():
 
 
 @pytest.mark.parametrize(
-    ("backend", "way"), zip(BACKENDS, ("assign", "to_empty", "assign"), strict=True)
+    ("backend", "way"), list(zip(BACKENDS, ("assign", "to_empty", "assign"), strict=True))
 )
 def test_meta_model_trains_after_materialization(backend, way):
     weights = mlp(32, 48, 32).state_dict()
@@ -394,7 +394,6 @@ def test_conversion_copies_no_weights(backend):
     assert [p.data_ptr() for p in model.parameters()] == pointers
 
 
-@pytest.mark.slow
 def test_conversion_is_linear_in_layers():
     """Twice the layers take at most 2.6 times as long: 2 plus room for a noisy machine."""
 

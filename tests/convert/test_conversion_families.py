@@ -58,7 +58,6 @@ def assert_products(prepared, model, steps=STEPS):
             assert layers[name].fp8_products.tolist() == [steps, steps, steps, 0], name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "backend"), BACKENDS.items())
 def test_model_family_trains_with_converted_blocks(family, backend):
     """Losses near the high-precision ones and not equal to them; every parameter moves; ties, names

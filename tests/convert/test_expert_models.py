@@ -53,7 +53,7 @@ def reasons(model):
     return {name.rsplit(".", 1)[-1]: reason for name, reason in found.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_train_in_fp8_counted_and_proven(family, capsys):
     """Losses near high precision, but unequal; every parameter moves; keys and objects stay."""
@@ -224,7 +224,6 @@ def stored_experts(model):
     return [(name, p) for name, p in model.named_parameters() if name in names("mixtral")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "family", "weight", "master", "states"),
     [
@@ -255,7 +254,6 @@ def test_levels_store_the_weights_of_experts(backend, family, weight, master, st
     assert evaluated[0] == pytest.approx(evaluated[1], abs=0.05)
 
 
-@pytest.mark.slow
 def test_stored_experts_resume_bitwise_and_export_plain():
     """Accumulate, save, load, move, copy, read plain weights and restore before the comparison."""
 

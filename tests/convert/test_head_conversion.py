@@ -40,7 +40,6 @@ def step(model, optimizer):
     return output.loss.item(), output.logits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tied", "fields", "backend"),
     [
@@ -125,7 +124,6 @@ class Small(nn.Module):
         return self.head(self.block(self.embed(tokens)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("regional", [True, False])
 def test_whole_compile_uses_ordinary_head_and_regional_compile_fused(regional):
     model, _ = prepared(Small(), fused_head=True)

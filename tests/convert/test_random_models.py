@@ -246,7 +246,6 @@ def outcome(seed: int) -> tuple[str, list[str]]:
     return ("wrong", [f"{trained or f'seed {seed}'}", *found]) if found else ("right", [])
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # models without an FP8 layer, which train unchanged
 @pytest.mark.parametrize("group", nightly_but([0], range(GROUPS)))
 def test_random_models_train_save_and_restore_like_plain_pytorch(group):

@@ -182,7 +182,6 @@ def kept_bytes(value: str = "off", backend: str | None = None) -> int:
     return kept - weights * (2 if backend is None else 1)
 
 
-@pytest.mark.slow
 def test_llama_saves_at_most_half_the_bytes_of_bf16():
     bf16 = kept_bytes()
     assert kept_bytes(backend="msamp:O2") > 0.8 * bf16
@@ -272,7 +271,6 @@ def test_statistics_masks_weights_and_expanded_tensors_are_not_packed():
     assert len(packed) > 3 and {tuple(data.shape) for data in packed} == {(128, WIDTH)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "value"),
     [("llama", "fp8"), ("bert", "fp8"), ("gpt2", "fp8+attention"), ("mixtral", "fp8+attention")],
@@ -319,7 +317,7 @@ def test_recomputed_activations_are_not_packed(reentrant):
     assert equal(gradients(off), gradients(on)) and saved_bytes(on).tensors == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("what,backend,tensors", [("block", "eager", 0), ("gate", "aot_eager", 2)])
 def test_compiled_code_is_not_packed(what, backend, tensors):
     """Leave tensors saved by AOTAutograd unchanged, pack eager code around it, and share code among
@@ -500,7 +498,6 @@ def test_custom_function_is_packed_on_request():
     assert found == {Exact: (0, True), Says: (1, False)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ao:tensorwise", "msamp:O3"])
 def test_any_backend_and_level_trains(backend):
     model = model_families.build("llama", **SIZES["llama"])

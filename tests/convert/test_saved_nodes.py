@@ -192,7 +192,7 @@ def graph_of(result: torch.Tensor) -> set[str]:
     return names
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_unlisted_operations_stay_exact():
     """Call each differentiable operation in several ways. New operations are not packed, either."""
     names = sorted({entry["name"].split("(")[0].split(".")[0] for entry in derivatives()})

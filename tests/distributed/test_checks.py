@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from ranks import report, run
+from widths import nightly
 
+BY_DEFAULT = "ddp_checks", "ddp_connecting"
 ON_TWO_RANKS = (
-    ("ddp_checks", "ddp_connecting"),
     ("states_checks", "release_checks", "offload_checks"),
     ("fsdp2_checks", "gathers_checks"),
     ("fsdp2_accelerate_checks",),
@@ -32,12 +33,13 @@ ON_FOUR_RANKS = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("files", ON_TWO_RANKS, ids=lambda files: files[0])
+@pytest.mark.parametrize(
+    "files", [BY_DEFAULT, *map(nightly, ON_TWO_RANKS)], ids=lambda files: files[0]
+)
 def test_checks_on_two_ranks(files, subtests):
     report(subtests, run("ranks.py", 2, *files))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_checks_on_four_ranks(subtests):
     report(subtests, run("ranks.py", 4, *ON_FOUR_RANKS))

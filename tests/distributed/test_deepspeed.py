@@ -9,19 +9,18 @@ ENVIRONMENT = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
 """Not ACCELERATE_USE_CPU: under it Accelerate leaves DeepSpeed out and trains with DDP."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_deepspeed_trains_in_fp8_on_two_ranks(subtests):
     report(subtests, run("deepspeed_checks.py", 2, **ENVIRONMENT))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_levels_train_under_deepspeed_as_under_ddp(subtests):
     report(subtests, run("deepspeed_level_checks.py", 2, **ENVIRONMENT))
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("count", [1, 4])
 def test_routes_to_levels_under_deepspeed(count, subtests, tmp_path):
     """By Trainer and by files of other projects; checkpoints of two ranks resume on one and
     four."""

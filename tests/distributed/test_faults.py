@@ -56,7 +56,7 @@ def outcome(tmp_path_factory):
     return json.loads(lines[0]), folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "number", range(len(SCENARIOS)), ids=[" ".join(scenario) for scenario in SCENARIOS]
 )

@@ -12,10 +12,8 @@ WIDE = {
 } & feature_checks.checks().keys()
 
 
-@pytest.mark.parametrize(
-    "wide",
-    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("wide", [False, True])
 def test_features_on_two_ranks(wide, subtests):
     checks = [name for name in vars(feature_checks) if name.startswith("check_")]
     report(subtests, run("feature_checks.py", 2, *(n for n in checks if (n in WIDE) == wide)))

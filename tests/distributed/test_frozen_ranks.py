@@ -6,7 +6,7 @@ import pytest
 from ranks import report, run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_frozen_codes_on_two_ranks(subtests):
     report(subtests, run("frozen_checks.py", 2))
 

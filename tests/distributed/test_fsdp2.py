@@ -25,9 +25,8 @@ def test_losses_are_those_of_one_rank(subtests):
             assert losses[-1] < 0.1 < 4 < losses[0], "it learns"
 
 
-@pytest.mark.parametrize(
-    "readers", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("readers", [1, 4])
 def test_checkpoint_of_two_ranks_resumes_on_other_world_sizes(readers, subtests, tmp_path):
     folder = {"FSDP2_CHECKPOINTS": str(tmp_path)}
     written = run("fsdp2_checks.py", 2, "write_checkpoints", **folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import matrix
 import pytest
+import widths
 from ranks import report, run
 
 DEFAULT = (
@@ -33,12 +34,9 @@ def names_of(engines: tuple[str, ...], nightly: bool) -> list[str]:
 @pytest.mark.parametrize(
     ("engines", "nightly"),
     [
-        *(pytest.param(engines, False, marks=pytest.mark.slow) for engines in DEFAULT),
-        *(
-            pytest.param((engine,), True, marks=pytest.mark.nightly)
-            for engine in matrix.WHOLE
-            if names_of((engine,), True)
-        ),
+        *((engines, False) for engines in DEFAULT[:2]),
+        *(widths.nightly(engines, False) for engines in DEFAULT[2:]),
+        *(widths.nightly((engine,), True) for engine in matrix.WHOLE if names_of((engine,), True)),
     ],
     ids=lambda value: "+".join(value) if type(value) is tuple else ("default", "nightly")[value],
 )

@@ -51,7 +51,7 @@ OF_EACH_KIND = [ON_TWO[i] for i in (1, 8, 11)]
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        pytest.param(2, OF_EACH_KIND, marks=pytest.mark.slow),
+        nightly(2, OF_EACH_KIND),
         nightly(2, [case for case in ON_TWO if case not in OF_EACH_KIND]),
         # in halves: on two busy cores a whole one takes longer than a test may
         *(nightly(4, ON_FOUR[half::2]) for half in (0, 1)),
@@ -89,7 +89,7 @@ def llama(layers):
     return Workload(model=ModelShape("Llama", config), sequence=64)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("backend", "mesh"),
     [
@@ -110,7 +110,7 @@ def test_eight_layers_are_what_five_tell(backend, mesh, monkeypatch):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_shards_and_their_messages_on_many_ranks():
     """Weights, masters and states divide by the ranks; each rank still gathers the whole model, and
     sends a share."""
@@ -125,7 +125,7 @@ def test_shards_and_their_messages_on_many_ranks():
         assert sent[1] == pytest.approx(sent[0], rel=0.1)  # blocks of 128 elements for each rank
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_trace_of_the_fake_group_remains():
     environment, resize, tensors = dict(os.environ), torch.UntypedStorage.resize_, torch.zeros(4)
     simulate(llama(1), "native:dynamic", {"shard": 2, "tp": 2})

@@ -10,13 +10,11 @@ from ranks import report, run
 from widths import nightly
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [nightly(1), 3, nightly(8)])
 def test_collective_on_ranks(ranks, subtests):
     report(subtests, run("two_shot_checks.py", ranks))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "kind"),
     [(2, "independent"), (4, "correlated"), (8, "heavy-tailed"), (32, "rows of many sizes")],

@@ -77,7 +77,6 @@ UNDER_TORCHRUN = "ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 train.py"
 """Two processes on one port of torchrun's choice; the script there names its recipe."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("line", nightly_but([next(iter(TRAINS_HERE))], TRAINS_HERE))
 def test_every_cpu_training_command_trains_with_its_backend(line, folder, monkeypatch):
     assert line in commands()
@@ -278,7 +277,7 @@ def test_paths_and_markers_of_test_commands_exist(pytestconfig):
         "and",
         "or",
     }
-    assert used == markers & {"slow", "nightly"} == {"slow", "nightly"}
+    assert used == markers & {"nightly"} == {"nightly"}
 
 
 def test_pip_extras_are_quoted():

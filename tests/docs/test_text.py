@@ -176,7 +176,6 @@ def test_every_marked_table_has_a_generator(document):
     assert [name for name in marked if name not in known] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", nightly_but(code_blocks("python", README), code_blocks("python")), ids=str
 )
@@ -200,7 +199,6 @@ def test_examples_on_several_ranks_end_their_process_groups():
         assert re.search(r"\b(end_training|destroy_process_group)\(\)$", block.text.rstrip()), block
 
 
-@pytest.mark.slow
 def test_three_changed_lines_of_the_index_print_its_proof(tmp_path):
     index = GUIDES / "index.rst"
     (change,) = code_blocks("diff", index)

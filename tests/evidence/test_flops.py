@@ -54,7 +54,7 @@ def flops_of_linears(*sizes):
     return sum(6 * rows * n_in * n_out for rows, n_in, n_out in sizes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", architectures.ARCHITECTURES)
 def test_the_share_equals_pytorchs_counter(name):
     model = architectures.build(name)
@@ -308,7 +308,6 @@ def test_a_replica_of_data_parallel_is_not_measured():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.slow
 def test_compiled_convolutions_are_named_as_not_counted():
     model, optimizer = prepared(
         nn.Sequential(nn.Conv1d(8, 8, 1), nn.Linear(16, 32), nn.Linear(32, 16))

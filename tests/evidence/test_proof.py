@@ -174,7 +174,7 @@ def test_steps_inside_backward_are_proven_and_stop_the_profiler(each):
     assert is_whole(model)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_step_inside_backward_waits_for_all_gradients(compiled):
     torch._dynamo.reset()
@@ -291,7 +291,6 @@ def test_compiled_steps_count_like_eager_steps(tokens):
     assert counts(model) == counts(eager)
 
 
-@pytest.mark.slow
 def test_individually_compiled_layers_share_code_during_proof():
     """Dynamo compiles a function at most eight times: with a separate hook in each layer, the ninth
     would run eagerly."""
@@ -310,7 +309,7 @@ def test_individually_compiled_layers_share_code_during_proof():
     assert is_whole(model, layers=10)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("spec", "whole"), [*((spec, True) for spec in BACKENDS), ("native:dynamic", False)]
 )

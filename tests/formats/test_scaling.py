@@ -41,7 +41,6 @@ def test_format_table_matches_pytorch():
         assert fmt.max_bits == torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(values=st.lists(FP32, min_size=1, max_size=64))
 @settings(max_examples=150)
@@ -62,7 +61,6 @@ def test_cast_rounds_every_midpoint_to_even(fmt):
     assert (bits(saturating_cast(midpoints, fmt)) % 2 == 0).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(
     amax=st.one_of(
@@ -76,7 +74,6 @@ def test_scale_matches_reference_bitwise(fmt, amax):
     assert math.isfinite(ours.item()) and ours.item() > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", QUANTIZERS)
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(data=st.data())
@@ -132,7 +129,6 @@ AMAX = st.one_of(
 )
 
 
-@pytest.mark.slow
 @given(
     amaxes=st.lists(st.tuples(AMAX, AMAX, AMAX), min_size=1, max_size=40),
     length=st.integers(1, 9),
@@ -203,7 +199,7 @@ def test_power_of_two_scale_keeps_amax_in_range(fmt, expected):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(
     amaxes=st.lists(st.tuples(AMAX, AMAX, AMAX), min_size=1, max_size=60),
     microbatches=st.integers(1, 3),

@@ -50,7 +50,7 @@ def equal_to_reference(x, blocks, fmt):
     assert_same(ours, reference.quantize_blocks(x, fmt, blocks.rows, blocks.columns))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("fmt, dtype", [(E4M3, torch.bfloat16), (E5M2, torch.float32)])
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 def test_codes_and_scales_match_reference_bitwise(blocks, fmt, dtype):
@@ -80,7 +80,7 @@ VALUE = st.one_of(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(values=st.lists(VALUE, min_size=1, max_size=40))
 @settings(max_examples=150)
@@ -163,7 +163,7 @@ def test_power_of_two_scales_are_exact_when_codes_restore_layer(blocks, fmt, dty
     assert torch.equal(blocks.dequantize(q, dtype).float(), exact)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_codes_and_scales_match_eager():
     def everything(x):
         return [blocks.quantize(x, E4M3) for blocks in (ROWS, VECTORS, SQUARES, MX)]

@@ -136,7 +136,6 @@ def spdx(text: str) -> str:
     )
 
 
-@pytest.mark.slow
 def test_imports_are_declared():
     modules = {module_of(name) for name in every_requirement()} | set(BROUGHT_BY)
     assert {

@@ -202,7 +202,6 @@ def test_rule_7_saved_state_is_plain(backend, tmp_path):
     ]
 
 
-@pytest.mark.slow
 def test_rule_8_only_official_extension_points_and_one_patch():
     """The import changes one attribute of Accelerate and none of PyTorch's classes."""
     script = """

@@ -49,7 +49,6 @@ def import_run():
     return run(OBSERVED_IMPORT)
 
 
-@pytest.mark.slow
 def test_import_prints_nothing_and_loads_nothing_heavy(import_run):
     """Besides its own modules the package loads only the modules of `import accelerate`."""
     (line,) = import_run.stdout.splitlines()
@@ -66,13 +65,12 @@ def test_import_is_at_most_a_third_slower_than_accelerate(import_run):
     assert min(ratios) < 0.3
 
 
-@pytest.mark.slow
 def test_import_connects_unless_disabled_by_environment(import_run):
     assert json.loads(import_run.stdout)["patched"]
     assert not json.loads(run(OBSERVED_IMPORT, FP8_BACKENDS_DISABLE="1").stdout)["patched"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resolving_and_planning_load_nothing_heavy():
     names = ["native:delayed", "ao", "ao:rowwise", "te", "msamp", "te+msamp:O1"]
     use = f"import fp8_backends as f; [f.resolve(n) for n in {names}]; f.available_backends(); f.plan('native')"
@@ -133,7 +131,6 @@ print("all there")
 """
 
 
-@pytest.mark.slow
 def test_documented_names_are_available_after_import():
     assert run(NAMES_OF_THE_GUIDES).stdout == "all there\n"
 

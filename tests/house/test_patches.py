@@ -168,7 +168,6 @@ def patched_files(root: Path) -> dict[str, set[str]]:
     return {name: found for name, found in files.items() if found}
 
 
-@pytest.mark.slow
 def test_list_names_exactly_the_patching_files():
     named = set(re.findall(r"``([a-z_0-9/]+\.py)``", LIST.read_text(encoding="utf-8")))
     found = patched_files(ROOT)

@@ -259,7 +259,7 @@ def is_self(node: ast.Attribute) -> bool:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_backend_registry_is_the_only_process_state():
     assert set(hidden_state(ROOT)) == ALLOWED
 
@@ -361,7 +361,6 @@ def without_device(source: str) -> list[str]:
     ]
 
 
-@pytest.mark.slow
 def test_no_tensor_is_made_on_the_default_device():
     rooms = (
         file

@@ -160,7 +160,6 @@ def listed() -> dict[str, set[str]]:
     return {file: set(re.findall(r"``([\w.]+)``", names)) for file, names in lines}
 
 
-@pytest.mark.slow
 def test_security_guide_names_all_code_execution():
     assert found(ROOT) == listed()
 

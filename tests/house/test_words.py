@@ -14,7 +14,6 @@ import fp8_backends
 from fp8_backends.words import counted, share
 
 
-@pytest.mark.slow
 def test_noun_agrees_with_its_number():
     assert [counted(number, "layer") for number in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
 

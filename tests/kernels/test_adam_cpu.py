@@ -49,7 +49,6 @@ KEPT = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case,options", nightly_but(KEPT, KINDS))
 def test_parameters_step_bitwise_like_reference(case, options):
     check(lambda: jobs(case, options, sizes=SIZES), steps=2)
@@ -61,7 +60,6 @@ def test_master_copy_is_cast_bitwise_with_bound_scale():
     assert 1 / 1.07 <= largest / measured(*ours[0].written)[0] <= 1.07
 
 
-@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     numel=some.integers(1, 300),
@@ -181,7 +179,6 @@ def test_unsupported_jobs_fall_back_to_pytorch():
     assert not any(isinstance(part, AdamTable) for part, _ in steps.parts)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["O2", "O2 blocks", "bf16", "O4"])
 def test_parameter_of_several_chunks_and_passes(case):
     """The passes work on 2**18 elements at a time, the kernels on 2**16."""
@@ -217,7 +214,7 @@ def forget():
     adam_cpu.library.cache_clear()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("capability", ["AVX2", nightly("DEFAULT")])
 def test_older_processors_compute_the_same(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
@@ -234,7 +231,7 @@ def test_older_processors_compute_the_same(capability, monkeypatch):
         forget()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_concurrent_processes_compile_without_waiting_with_notice_on_first_rank(tmp_path):
     """The compiler starts when each process has called it."""
     compiler, log = tmp_path / "patient-g++", tmp_path / "log"
@@ -270,7 +267,6 @@ def test_concurrent_processes_compile_without_waiting_with_notice_on_first_rank(
     assert [line.count("compiling the optimizer step") for line in said] == [1, 0, 0]
 
 
-@pytest.mark.slow
 def test_without_a_compiler_the_step_runs_eagerly(monkeypatch):
     """Warn once per kind of parameters, not per step."""
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -84,14 +84,14 @@ def fine_tuning(lr, rounding, level="O2", numel=4096, steps=300):
     return ((moved @ should) / (should @ should)).item(), (~ever[far]).float().mean().item()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("level, lr", one_each(LEVELS, [5e-6, 2e-6]))
 def test_small_learning_rates_move_weights_like_fp32(lr, level):
     projection, stuck = fine_tuning(lr, "stochastic", level)
     assert abs(projection - 1) < 0.05 and stuck == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("lr,lost,never_moved", [(5e-6, 0.2, 0.1), (2e-6, 0.5, 0.3)])
 def test_nearest_rounding_loses_small_steps(lr, lost, never_moved):
     """Show MS-AMP's rounding, and the reason against it as default. Stuck: never moved, though FP32
@@ -138,7 +138,7 @@ def test_gradients_spanning_1e_4_update_smallest_decade(constant, block_size):
     assert abs(smallest_decade(1e-4, constant, block_size) - 1) < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_spanning_1e_5_need_one_scale_per_tensor():
     """Blocks of exp_avg are no better here, and at a span of 1e-6 the limit is the FP8 gradient,
     not the state."""

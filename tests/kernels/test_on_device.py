@@ -24,7 +24,7 @@ def test_cuda_graph_does_not_record_host_copies(monkeypatch):
             adam_hypers(rate, (0.9, 0.999), 1e-8, 0.01, [step], "cuda")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_on_device_copies_from_pinned_memory():
     package = Path(fp8_backends.__file__).parent
     found = {

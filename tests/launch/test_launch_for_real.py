@@ -47,7 +47,6 @@ def written(output: Path) -> list[dict]:
 # One real run for each launcher (the cold interpreter's is for one process)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "ranks", "environment"),
     [
@@ -72,7 +71,7 @@ def test_each_launcher_starts_processes_that_train_in_fp8(launcher, ranks, envir
         assert all(counts["fprop"] and counts["wgrad"] for counts in rank["products"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_starts_the_worker_directly(tmp_path):
     torchrun = (
         "-m",
@@ -175,7 +174,7 @@ def worker(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run("-m", "fp8_backends.accelerate_plugin.worker", *arguments, cwd=cwd)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_script_runs_as_under_python(folder):
     """Compare all output and the exit code with a run without us."""
     script = os.path.join("scripts", "curious.py")
@@ -221,7 +220,6 @@ def test_a_folder_with_a_main_file_runs(folder):
     assert worker("scripts", "x", cwd=folder).stdout == "8 ['x']\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "code"),
     [
@@ -246,7 +244,6 @@ def test_exit_codes_and_tracebacks_match_the_script(source, code, folder):
         assert own.rstrip().splitlines()[-1].split(":")[0] == "ZeroDivisionError"
 
 
-@pytest.mark.slow
 def test_launch_returns_exit_code_of_the_script(folder):
     (folder / "failing.py").write_text("import sys\nsys.exit(7)\n")
     done = run(*OURS, "--cpu", "failing.py", cwd=folder)
@@ -261,7 +258,6 @@ def test_launch_returns_exit_code_of_the_script(folder):
     assert run(*OURS, "--cpu", "failing.py", cwd=folder).returncode == 128 + 9
 
 
-@pytest.mark.slow
 def test_launch_returns_exit_code_of_first_failed_rank(folder):
     (folder / "failing.py").write_text(
         "import os, sys, time\nsys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)\n"
@@ -294,7 +290,6 @@ NO_PROOF = "unproven.py ended without a proof of FP8"
 TRAINED = f"{NO_PROOF}: no optimizer that made a step was prepared with its model"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "flags", "code", "said"),
     [
@@ -312,7 +307,6 @@ def test_script_without_proof_warns(arguments, flags, code, said, folder):
     assert "had defaults used instead" not in done.stderr
 
 
-@pytest.mark.slow
 def test_missing_script_raises_pythons_error(folder):
     done = worker("nowhere.py", cwd=folder)
     assert (
@@ -324,7 +318,6 @@ def test_missing_script_raises_pythons_error(folder):
 # Code over launch, in a worker
 
 
-@pytest.mark.slow
 def test_code_overriding_launch_warns_once_on_one_rank(tmp_path):
     handler = json.dumps({"class": "FP8RecipeKwargs", "margin": 2})
     ranks = ("--cpu", "--num_processes", "2", "--main_process_port", "0")

@@ -64,7 +64,7 @@ def batches(count=2, magnitude=1.0):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_faulty_layer_beyond_every_scaling_stays_in_high_precision():
     tried = []
     model = blocks(spiked=[3])
@@ -86,7 +86,7 @@ def test_faulty_layer_beyond_every_scaling_stays_in_high_precision():
     assert "<table" in advice._repr_html_()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_scaling_of_layers_comes_before_high_precision(tmp_path):
     model = blocks(21, uneven=[6])
     advice = fp8_backends.advise(model, batches(2), "native:dynamic", loss=squares)
@@ -112,7 +112,7 @@ def test_another_scaling_of_layers_comes_before_high_precision(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_few_layers_stay_in_high_precision():
     """In high precision three layers halve the gap, and two of them go back to another scaling."""
     model = blocks(40, spiked=[3], uneven=[6])
@@ -144,7 +144,6 @@ def unlike(magnitude):
     return model, data, loss
 
 
-@pytest.mark.slow
 def test_helpful_scaling_is_found():
     model, data, loss = unlike(1024.0)
     advice = fp8_backends.advise(model, data[:2], "native:delayed", loss=loss)

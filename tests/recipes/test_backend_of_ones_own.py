@@ -103,7 +103,6 @@ def run(folder, *arguments):
     return warm_process.run(*arguments, cwd=folder, env={**kept, "PYTHONPATH": path})
 
 
-@pytest.mark.slow
 def test_field_and_scaling_reach_the_layers(folder):
     flags = "--cpu --fp8_backend mine:fine --fp8_headroom 3".split()
     ended = run(folder, "-m", "fp8_backends", "launch", *flags, "train.py")

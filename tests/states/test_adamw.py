@@ -26,10 +26,9 @@ from fp8_backends.states.optimizers import convert
 from fp8_backends.tensors.scaled_tensor import ScaledTensor
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "options"),
-    zip(LEVELS, [{"fused": True}, {"foreach": True}, {"foreach": False}, {}], strict=True),
+    list(zip(LEVELS, [{"fused": True}, {"foreach": True}, {"foreach": False}, {}], strict=True)),
 )
 def test_every_torch_implementation_is_accepted(options, level):
     model, optimizer = prepared(level, lambda p: torch.optim.AdamW(p, 1e-2, **options))
@@ -59,7 +58,7 @@ def test_large_embedding_trains_with_scaled_states():
 # Stock's results
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "level", "maximize"), [("adamw", "O1", True), ("adam", "O2", False)]
 )
@@ -318,7 +317,6 @@ def test_checkpoint_of_another_model_is_named():
 # Small learning rates, in training
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rounding", "least", "most"), [("stochastic", 0.0, 0.05), ("nearest", 0.5, 1.0)]
 )

@@ -286,7 +286,7 @@ class AnyOrder(RuleBasedStateMachine):
             twin.data = plain(weight)  # an FP32 rounding of each operation is not to add up
 
 
-TestAnyOrder = pytest.mark.slow(AnyOrder.TestCase)
+TestAnyOrder = pytest.mark.nightly(AnyOrder.TestCase)
 TestAnyOrder.settings = settings(
     max_examples=int(os.environ.get("FP8_BACKENDS_RUNS", 16)),
     stateful_step_count=20,

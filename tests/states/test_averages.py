@@ -26,9 +26,9 @@ def assert_averages(found: dict, wanted: dict) -> None:
     torch.testing.assert_close(found, wanted, rtol=STEPS * 2**-23, atol=1e-8)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("backend", "inside"), zip(BACKENDS, (False, True, True, False, True), strict=True)
+    ("backend", "inside"), list(zip(BACKENDS, (False, True, True, False, True), strict=True))
 )
 def test_averaged_model_averages_exact_weights(backend, inside):
     """`inside`: created inside `plain_weights`. A plain twin takes the exact values of every step
@@ -72,9 +72,9 @@ def test_average_made_before_prepare_keeps_its_buffers(backend):
     assert torch.equal(averaged.module[-1].running_mean, model[-1].running_mean)
 
 
-@pytest.mark.slow  # loading diffusers
+@pytest.mark.nightly  # loading diffusers
 @pytest.mark.parametrize(
-    ("backend", "foreach"), zip(BACKENDS[1:], (False, True, False, True), strict=True)
+    ("backend", "foreach"), list(zip(BACKENDS[1:], (False, True, False, True), strict=True))
 )
 def test_diffusers_average_is_exact_and_leaves_training_unchanged(backend, foreach):
     from diffusers.training_utils import EMAModel

@@ -84,7 +84,6 @@ def test_steps_inside_backward_match_usual_order(level, pending, monkeypatch):
     assert_same(ours, usual)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_other_optimizers_step_inside_backward(name, monkeypatch):
     monkeypatch.setattr(gradient_release, "PENDING", 1)
@@ -129,7 +128,6 @@ def test_one_gradient_at_a_time_is_in_memory(monkeypatch):
     assert held == [0] * len(list(model.parameters()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_both_kinds_of_activation_checkpointing(use_reentrant, monkeypatch):
     monkeypatch.setattr(gradient_release, "PENDING", 1)

@@ -13,7 +13,6 @@ STEPS = 20
 """More than the 16 steps before a window's delayed scales."""
 
 
-@pytest.mark.slow
 def test_compiled_training_matches_eager():
     torch._dynamo.reset()
     graphs = []
@@ -36,7 +35,7 @@ def test_compiled_training_matches_eager():
     assert products[0] == products[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("level", "reentrant"), [("O2", True), ("O3", False), ("O4", False)])
 def test_recomputation_changes_nothing(level, reentrant):
     model, optimizer = prepared(level)

@@ -10,10 +10,10 @@ from fp8_backends.tensors.scaled_tensor import ScaledTensor
 STEPS = 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "level"),
-    zip(FAMILIES, ("O2", "O4", "O3", "O3", "O2"), strict=True),
+    list(zip(FAMILIES, ("O2", "O4", "O3", "O3", "O2"), strict=True)),
 )
 def test_model_family_trains_at_level(family, level):
     """GPT-2 with its tied head: the embedding reads the scaled weight too."""

@@ -165,7 +165,7 @@ def test_saved_state_is_plain_and_loads_anywhere(level, tmp_path):
         assert isinstance(other[0].weight, ScaledTensor)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("level", LEVELS)
 def test_assigned_weights_are_stored_again(level):
     with torch.device("meta"):
@@ -250,7 +250,7 @@ def test_referenced_weight_is_named_and_nothing_changes(held):
     assert keep is not None and not any(isinstance(p, ScaledTensor) for p in model.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("level", LEVELS)
 def test_bf16_models_train_all_their_parameters(level):
     """MS-AMP forgets bf16 norms and biases."""

@@ -128,7 +128,7 @@ def first_step(model, optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["native:dynamic", *(f"msamp:{level}" for level in LEVELS)])
 def test_step_never_synchronizes(backend):
     """Run two microbatches, a clip and the optimizer's step; in FP32, since then PyTorch steps the
@@ -155,7 +155,6 @@ def test_plain_number_needs_no_host_copy():
     assert meter.calls and not meter.waits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wait", ["number", "copy", "list"])
 def test_meter_detects_synchronization(wait):
     """The wait is planted in a hook, inside backward."""
@@ -204,7 +203,7 @@ def connect(model: nn.Module, group, comm: str) -> None:
     model.register_forward_hook(connection)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("level, comm", [("O2", "plain"), ("O3", "fp8")])
 def test_gradient_reduction_never_synchronizes(level, comm, two_ranks):
     model, optimizer = prepared(f"msamp:{level}", layers=2)
@@ -252,13 +251,11 @@ def calls(layers: int, what: str, group=None) -> int:
     return meter.calls
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["agreement", "unscale", "scale", "zero"])
 def test_number_of_calls_is_independent_of_layers(what, two_ranks):
     assert calls(2, what, two_ranks) == calls(4, what, two_ranks)
 
 
-@pytest.mark.slow
 def test_clip_needs_few_calls_per_weight():
     """`clip_grad_norm_` works tensor by tensor for subclasses: a norm of codes in FP32, times the
     scale's magnitude, and the scale times the factor. On a GPU a norm is two launches."""

@@ -78,7 +78,7 @@ def test_steps_in_the_host_equal_steps_on_the_device(level, way):
         assert amax is expected is None or torch.equal(amax, expected)
 
 
-@pytest.mark.parametrize(("level", "pending"), zip(LEVELS, 2 * (1, 2**40), strict=True))
+@pytest.mark.parametrize(("level", "pending"), list(zip(LEVELS, 2 * (1, 2**40), strict=True)))
 def test_released_gradients_step_in_the_host(level, pending, monkeypatch):
     monkeypatch.setattr(gradient_release, "PENDING", pending)
     usual = prepared(level)

@@ -167,7 +167,6 @@ options = {
 CLASSES = {"sgd": torch.optim.SGD, "muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor}
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
 @pytest.mark.parametrize("kind", CLASSES)
 @settings(max_examples=12, deadline=None)
@@ -227,7 +226,7 @@ def test_shards_of_a_parameter_step_like_the_whole(kind, level, monkeypatch):
     assert_equal(weights_after_steps(kind, level), whole)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*no FP8 product ran")
 @pytest.mark.parametrize(("kind", "level"), CASES)
 def test_joint_step_matches_single_parameter_steps(kind, level):
@@ -329,7 +328,6 @@ def test_states_reset_by_users_return_to_their_format(kind, level):
         assert_equal_states(optimizer, outcomes[0][1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "level"), CASES)
 def test_resume_copies_and_pickles_match_bitwise(kind, level):
     dtype = torch.float32 if level == "O2" else torch.bfloat16
@@ -425,7 +423,7 @@ def test_prepare_keeps_states_of_stepped_optimizer(kind, name, steps):
     assert optimizer.state[model[0].weight]["step"] == steps
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "level"), CASES)
 def test_non_finite_gradient_counts_as_zero(kind, level):
     model, optimizer = prepared(kind, level)

@@ -61,7 +61,7 @@ def train_in_fp32(model, optimizer, seeds) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec, optimizer, dtype",
     [
@@ -113,7 +113,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_default_device_changes_no_bit(spec, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

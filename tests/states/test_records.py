@@ -29,7 +29,6 @@ def measurements(monkeypatch):
     return calls
 
 
-@pytest.mark.slow
 def test_record_is_measured_only_after_foreign_writes(measurements):
     model, optimizer = prepared("O2")
     train(model, optimizer, range(4))

@@ -40,7 +40,9 @@ READS = {
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize(("level", "write"), zip(itertools.cycle(LEVELS), WRITES, strict=False))
+@pytest.mark.parametrize(
+    ("level", "write"), list(zip(itertools.cycle(LEVELS), WRITES, strict=False))
+)
 def test_write_to_freed_copy_raises(level, write, mode):
     model, optimizer = prepared(level)
     with mode():

@@ -296,7 +296,6 @@ FILES = {
 """Contents without meaning."""
 
 
-@pytest.mark.slow
 def test_load_state_refuses_before_loading_any_model(tmp_path):
     """The second model's state has the fault, so a partial load would show."""
     run = trained("msamp:O3", models=2)

@@ -110,7 +110,6 @@ def no_profiler():
 # Threads
 
 
-@pytest.mark.slow
 def test_two_models_train_in_two_threads():
     for _ in range(REPETITIONS):
         train_two()
@@ -121,7 +120,6 @@ def test_two_compiled_models_train_in_two_threads():
     train_two(compiled=True)
 
 
-@pytest.mark.slow
 def test_models_prepared_and_given_up_in_threads():
     def work(seed: int) -> None:
         train_ao(seed)
@@ -132,7 +130,6 @@ def test_models_prepared_and_given_up_in_threads():
         gc.collect()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", NATIVE)
 def test_native_models_in_threads_have_their_bits_alone(backend):
     alone = [Training(backend, seed).train(6) for seed in (0, 1)]
@@ -154,7 +151,6 @@ def test_steps_may_run_in_another_thread_than_forwards():
     training.check_proven()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["forward", "backward", "in between"])
 def test_a_model_trains_on_after_its_thread_died(place):
     def fail(*_: Any) -> None:
@@ -238,7 +234,6 @@ def users_profiler() -> profile:
     return profile(activities=[ProfilerActivity.CPU])
 
 
-@pytest.mark.slow
 def test_user_profiles_in_another_thread():
     def watch() -> None:
         while not done.is_set():

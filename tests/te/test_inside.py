@@ -18,7 +18,7 @@ import warm_process
 HERE = Path(__file__).parent
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tests_with_transformer_engine_pass(te_site, subtests, tmp_path):
     results = tmp_path / "results.xml"
     process = warm_process.run(

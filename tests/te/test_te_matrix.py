@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import widths
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "distributed"))
@@ -18,10 +19,14 @@ ON_TWO_RANKS = tuple(engine for engine in matrix.ENGINES if engine not in ("sing
 
 
 @pytest.mark.parametrize(
-    "nightly",
-    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)],
+    ("engines", "nightly"),
+    [
+        (("single",), False),
+        widths.nightly(("single",), True),
+        *(widths.nightly(ON_TWO_RANKS, wide) for wide in (False, True)),
+    ],
+    ids=lambda value: len(value) if type(value) is tuple else ("default", "nightly")[value],
 )
-@pytest.mark.parametrize("engines", [("single",), ON_TWO_RANKS], ids=len)
 def test_te_backend_trains_under_engine(engines, nightly, te_site, subtests):
     names = list(matrix.checks(matrix.TE_BACKENDS, engines, nightly))
     outcome = run(str(HERE / "te_matrix_checks.py"), len(engines[:2]), *names, TE_SITE=str(te_site))

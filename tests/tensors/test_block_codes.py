@@ -150,7 +150,6 @@ def saved_and_loaded(tensor: torch.Tensor) -> torch.Tensor:
     return torch.load(buffer, weights_only=True)
 
 
-@pytest.mark.slow
 def test_gradients_flow_through_views_eager_and_compiled():
     def loss(x, w):
         return (torch.nn.functional.linear(x, w) @ w[:, :5] @ w.t()[:5]).square().sum()

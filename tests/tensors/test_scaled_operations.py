@@ -169,7 +169,7 @@ def call(function, *args, **kwargs):
     return outcome(lambda: function(*args, **kwargs))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inplace_operation_is_stored_or_refused():
     walk, operations = (
         Walk(),
@@ -194,7 +194,7 @@ def test_inplace_operation_is_stored_or_refused():
     walk.conclude(refused=CHANGE_THE_SHAPE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_out_argument_is_stored_or_refused():
     walk, operations = (
         Walk(),
@@ -231,7 +231,7 @@ def write_out(apply, see, target):
     return apply(out=see(target))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_write_to_view_is_stored_or_refused():
     """Include every operation that returns a view, or an output sharing memory."""
     walk = Walk()

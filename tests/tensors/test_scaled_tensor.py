@@ -285,7 +285,7 @@ def weights(level: str, x: torch.Tensor) -> nn.Parameter:
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize(
     ("optimizer", "level"),
-    zip(("SGD", "AdamW", "Adagrad", "NAdam"), [*LEVELS, "O2"], strict=True),
+    list(zip(("SGD", "AdamW", "Adagrad", "NAdam"), [*LEVELS, "O2"], strict=True)),
 )
 def test_stock_optimizer_trains_weight_like_fp32(optimizer, foreach, level):
     weight = weights(level, values(8, 8))
@@ -734,7 +734,7 @@ def test_cast_to_dtype_makes_state_plain():
     assert weight.abs().min() > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("backend", "level"), [("eager", "O2"), ("aot_eager", "O2"), ("aot_eager", "O4")]
 )

@@ -93,7 +93,6 @@ def values(seed, rows, columns, spread, dtype=torch.float32):
     return x.masked_fill_(torch.rand(rows, columns, generator=generator) < 0.1, 0.0).to(dtype)
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**20),

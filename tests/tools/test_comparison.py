@@ -64,7 +64,6 @@ def warm_workers(monkeypatch):
     monkeypatch.setattr(comparing.sys, "executable", warm_process.python())
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 def test_the_command_writes_results_and_page(options, tmp_path, capsys):
     short = ["--backends", f"{REFERENCE},Native", "--steps", "3", "--seeds", "2"]
@@ -276,7 +275,7 @@ def test_a_worker_reads_its_settings_at_each_turn(started, tmp_path):
     comparing.stop([worker])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("warm_workers")
 def test_losses_do_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
     losses, workers = [], []
@@ -298,7 +297,7 @@ def test_losses_do_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
     assert workers == [1, 2] and losses[0] == losses[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("warm_workers")
 def test_a_killed_worker_fails_its_backend(tmp_path):
     comparison = Comparison(

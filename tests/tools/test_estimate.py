@@ -59,7 +59,7 @@ def test_each_sharding_has_a_table_within_the_width(config, capsys, monkeypatch)
     assert "te: as its native equivalent" in printed.out and "4 x H100 (80 GiB)" in printed.out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_json_holds_the_same_in_bytes(config, capsys):
     code, printed = printed_by(
         capsys, config, "--json", "--backend", "bf16,msamp:O2", "--device", "24", "--batch", "2"

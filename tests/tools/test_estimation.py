@@ -134,7 +134,7 @@ def trained(shape, backend, batch, sequence):
     return static * parameters - copies * converted, peak, found.flops_share
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", nightly_but(["Qwen3 with a tied head"], SHAPES))
 def test_static_bytes_and_peak_match_a_live_training(name, subtests):
     shape, batch, sequence = SHAPES[name], 4, 64
@@ -216,7 +216,7 @@ def test_temporary_copies_of_a_kernel_do_not_count():
     assert values.nbytes + made.codes.nbytes <= most < 1.01 * (values.nbytes + made.codes.nbytes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_grouped_queries_are_neither_repeated_nor_masked():
     """Saved bytes of a causal model without padding are proportional to the tokens, not to the
     sequence's square."""
@@ -328,6 +328,7 @@ def test_released_gradients_need_memory_only_if_ddp_reduces_them():
         assert released.peak <= usual.peak
 
 
+@pytest.mark.nightly
 def test_offload_moves_masters_and_states_to_the_host():
     workload = Workload(model=SHAPES["Llama"], sequence=64, devices=2)
     recipes = [{"backend": "msamp:O4"}, {"backend": "msamp:O4", "offload": "states"}]
@@ -349,6 +350,7 @@ def test_offload_moves_masters_and_states_to_the_host():
     assert "DDP" in refused.refused
 
 
+@pytest.mark.nightly
 def test_accumulated_gradients_stay_in_fp32():
     recipe = {"backend": "msamp:O4", "offload": "states"}
     released = {**recipe, "gradient_release": True}

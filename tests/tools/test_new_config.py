@@ -89,7 +89,7 @@ def test_ctrl_c_and_ctrl_d_end_without_a_file(folder):
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pipes_answer_and_the_input_may_not_end_early(piped, folder):
     code, _, error = piped("h100", SMALL)
     assert code == 2 and "the input ended before the answer for sequence" in error
@@ -120,7 +120,7 @@ def test_other_options_beside_new_are_refused(capsys):
     assert main(["config"]) == 2 and "give --new" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_backend_unfit_for_the_chip_is_asked_again(piped):
     code, printed, _ = piped(
         "a100", SMALL, "64", "", "", "no", "", "te", "native:dynamc", "native:rowwise"

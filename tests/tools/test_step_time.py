@@ -197,12 +197,14 @@ def test_other_chips_have_wider_intervals():
         assert 1.7 < fp8 / bf16 < 2.1 and bf16 < chip.bf16 and fp8 < chip.fp8
 
 
+@pytest.mark.nightly
 def test_emulated_products_have_no_time():
     workload = Workload(model=llama(), sequence=64, chip="h100")
     mx, dynamic = estimate(workload, ["native:mxfp8", "native:dynamic"])
     assert mx.time is None and any("emulated" in note for note in mx.notes) and dynamic.time
 
 
+@pytest.mark.nightly
 def test_tensor_parallel_devices_split_blocks():
     workload = Workload(
         model=llama(8), batch=2, sequence=256, devices=4, chip="h100", compiled=True

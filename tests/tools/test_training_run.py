@@ -34,7 +34,7 @@ def comparison(tmp_path_factory):
     return compared(tmp_path_factory.mktemp("compare"), *BACKENDS, "fp32")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_backend_passes_every_check_except_gap(comparison):
     for backend in BACKENDS:
         passed = checks_by_name(comparison, backend)

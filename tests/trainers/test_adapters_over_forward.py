@@ -259,6 +259,7 @@ def sd_scripts(dtype: torch.dtype, **fields) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
+@pytest.mark.nightly
 def test_lora_of_sd_scripts_trains_over_fp8_base(caplog):
     pytest.importorskip("diffusers")
     with caplog.at_level(logging.INFO):

@@ -45,7 +45,7 @@ class Asks(Trainer):
         return {"mixed_precision": "fp8", "kwargs_handlers": [*handlers, handler]}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("recipe", "replaces"), [("tensorwise", True), ("rowwise", False)])
 def test_every_weight_trains_in_fp8_over_bf16(
     recipe, replaces, compiled_anew, monkeypatch, tmp_path

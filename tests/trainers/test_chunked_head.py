@@ -18,7 +18,7 @@ OPTIONS = {
 logarithms itself."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OPTIONS)
 def test_losses_match_ordinary_head(name, launched, tmp_path, monkeypatch):
     options, is_fused = OPTIONS[name]
@@ -39,7 +39,6 @@ def test_losses_match_ordinary_head(name, launched, tmp_path, monkeypatch):
     assert losses["true"][-1] < losses["true"][0] - 0.2
 
 
-@pytest.mark.slow
 def test_a_subclass_may_read_the_logits(launched, tmp_path):
     from transformers import Trainer
 

@@ -40,7 +40,6 @@ def with_kernels() -> torch.nn.Module:
     return model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "ao"])
 def test_layers_count_flops_and_fused_head_does_not(backend, launched, tmp_path):
     launched(backend)
@@ -68,7 +67,6 @@ def test_bypassed_head_is_reported_and_not_counted(launched, caplog, tmp_path):
     assert audit.flops_share < 0.95
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["msamp:O2", nightly("msamp:O3")])
 def test_scaled_head_weight_is_read_as_plain_values(backend, launched, tmp_path):
     """Level weights are ScaledTensors: products outside their layer get the values."""

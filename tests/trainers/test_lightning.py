@@ -56,7 +56,7 @@ def fit(
     return model, trainer
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", ["native:delayed", "ao:tensorwise", "msamp:O4"])
 def test_lightning_trains_like_prepare_and_resumes_bitwise(spec, tmp_path):
     model, trainer = fit(spec, 3)

@@ -49,7 +49,6 @@ BYTES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BYTES)
 def test_base_stays_frozen_and_adapters_train(backend, launched, tmp_path):
     name, _, params = backend.partition(" ")
@@ -78,7 +77,6 @@ def test_base_stays_frozen_and_adapters_train(backend, launched, tmp_path):
     assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}
 
 
-@pytest.mark.slow
 def test_adapters_in_bf16_stay_in_bf16(launched, tmp_path):
     launched("native", params="true")
     model = with_lora(llama().bfloat16()).bfloat16()
@@ -110,7 +108,6 @@ def test_trainable_adapter_is_not_stored_in_fp8(launched, tmp_path):
         trained(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed fp8_params", "msamp:O3"])
 def test_adapters_resume_bitwise(backend, launched, tmp_path):
     name, _, params = backend.partition(" ")
@@ -124,7 +121,6 @@ def test_adapters_resume_bitwise(backend, launched, tmp_path):
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 
-@pytest.mark.slow
 def test_saved_adapters_load_into_a_plain_model_and_merge(launched, tmp_path):
     launched("native", params="true")
     trainer = trained(tmp_path / "run", bf16=True)
@@ -152,7 +148,6 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend, kind",
     [*(("native", kind) for kind in ADAPTERS), ("msamp:O2", "LoRA"), ("msamp:O4", "DoRA")],
@@ -190,7 +185,6 @@ def test_merge_and_unmerge_equal_stock_to_the_bit(backend, kind, tmp_path):
     assert_equal()
 
 
-@pytest.mark.slow
 def test_checkpointing_with_inputs_that_require_gradients(launched, tmp_path):
     """PEFT's recipe for a frozen embedding; Trainer calls `enable_input_require_grads` too."""
     launched("native:delayed", params="true")

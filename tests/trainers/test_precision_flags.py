@@ -24,7 +24,6 @@ def activations_of(model) -> list[torch.dtype]:
     return seen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, {"bf16": True}, {"bf16": False}, {"fp16": True}], ids=str)
 def test_trainer_trains_in_fp8_over_flagged_precision(launched, flags, tmp_path):
     trainer = trainer_for(tmp_path, max_steps=3, **flags)

@@ -133,7 +133,6 @@ def train(tracker: str, folder, offset: int = 1, **fields) -> Accelerator:
     return accelerator
 
 
-@pytest.mark.slow
 def test_accelerates_tensorboard_has_the_values_of_the_file(tmp_path):
     train("tensorboard", tmp_path, guard="skip", monitor_every=2)
     scalars = tensorboard(tmp_path)
@@ -144,7 +143,6 @@ def test_accelerates_tensorboard_has_the_values_of_the_file(tmp_path):
     assert scalars["fp8/guard_faults"] == {2: 0.0, 4: 0.0, 6: 2.0}  # a loss and its gradients
 
 
-@pytest.mark.slow
 def test_a_training_without_monitor_logs_nothing_of_fp8(tmp_path):
     accelerator = train("tensorboard", tmp_path)
     assert tensorboard(tmp_path).keys() == {"loss"} and not (tmp_path / "samples").exists()
@@ -207,7 +205,6 @@ class Net(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tracker", nightly_but(["tensorboard"], ["tensorboard", "wandb"]))
 def test_lightnings_logger_has_samples_beside_its_metrics(tracker, tmp_path, offline):
     recipe = {

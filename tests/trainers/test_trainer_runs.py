@@ -70,7 +70,6 @@ def test_trackers_store_the_backend_and_the_share(launched):
     assert json.dumps(after.configuration)
 
 
-@pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(launched, tmp_path):
     """Take two steps at a good rate, then ruin the model by a bad one: the first checkpoint is the
     best."""
@@ -119,7 +118,6 @@ def plain_state(model) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O3"])
 def test_pushed_model_is_plain(backend, launched, monkeypatch, tmp_path):
     """A push uploads the files of `save_model` and of checkpoints, while training runs."""
@@ -145,7 +143,6 @@ def test_pushed_model_is_plain(backend, launched, monkeypatch, tmp_path):
     assert len(hub.models) >= 2  # after a step, and at the end
 
 
-@pytest.mark.slow
 def test_gradient_checkpointing_only_repeats_products(launched, tmp_path):
     """Not reentrant; `test_lora.py` has the other kind."""
     launched("native:delayed")
@@ -184,7 +181,6 @@ def test_compiled_training_matches_eager_bitwise(launched, tmp_path):
     )
 
 
-@pytest.mark.slow
 def test_generation_between_steps_changes_nothing(launched, tmp_path):
     """Generate like TRL's online trainers and generating callbacks."""
     launched("native:delayed")
@@ -203,7 +199,6 @@ def test_generation_between_steps_changes_nothing(launched, tmp_path):
     assert losses_of(plain) == losses_of(generating)
 
 
-@pytest.mark.slow
 def test_trainer_saves_fp8_activations_unless_checkpointed(launched, tmp_path):
     launched(saved_activations="fp8")
     tensors = []

@@ -63,7 +63,6 @@ def products_of(model) -> list[dict]:
     return list(products.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
 def test_sft_trains_in_fp8_over_trl_bf16(backend, launched, capsys, tmp_path):
     launched(backend)
@@ -80,7 +79,6 @@ def test_sft_trains_in_fp8_over_trl_bf16(backend, launched, capsys, tmp_path):
     assert capsys.readouterr().err.count("weight FLOPs in FP8") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "training"), [("native:delayed", True), ("msamp:O2", False)])
 def test_dpo_keeps_its_reference_model(backend, training, launched, capsys, tmp_path):
     """The reference is converted, is not trained, needs no proof, and its scales do not move."""
@@ -111,7 +109,6 @@ def test_dpo_with_two_fp8_models_starts_at_log_2(launched, tmp_path):
     assert losses_of(trainer)[0] == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-6)
 
 
-@pytest.mark.slow
 def test_dpo_with_lora_uses_frozen_base_as_reference(launched, tmp_path):
     launched("native", params="true")
     trainer = dpo(tmp_path, llama(), peft_config=LoraConfig(**LORA), learning_rate=2e-2)

@@ -251,7 +251,6 @@ def test_clipped_values_name_layer_and_operand():
     assert [(fault.kind, fault.where) for fault in training.faults] == [("clipped", ("0 (input)",))]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O2"])
 def test_guard_and_monitor_number_steps_alike_after_resume(backend, tmp_path):
@@ -325,7 +324,6 @@ def test_stuck_history_is_named():
     assert training.kinds == [(STUCK_AFTER + 3, "stuck")]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("backend", ["native:delayed", "msamp:O3"])
 def test_ordinary_events_trigger_nothing(backend):
@@ -452,7 +450,7 @@ def test_default_scale_fits_both_calls_of_a_model():
     assert called_twice(8, amax_compute_algo="most_recent")[1] > 0.4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_that_clip_step_after_step_are_named_once(caplog):
     recent = {"amax_compute_algo": "most_recent"}
     for fields in ({**recent, "second": 1.5}, {**recent, "margin": 2}):

@@ -288,7 +288,7 @@ def stance():
     return torch._dynamo.eval_frame._stance.stance
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sampled_step_runs_eagerly_without_recompilation(tmp_path):
     model, optimizer = prepared("native:dynamic", tmp_path / "file", every=3)
     compiled = torch.compile(model, backend="eager")

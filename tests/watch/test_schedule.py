@@ -179,7 +179,6 @@ def test_resume_across_a_change_is_exact(backend, saved_at):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("base", ["native:delayed", "native:window", "msamp:O2"])
 def test_every_phase_resumes_in_a_new_and_in_a_running_model(base):
     rule = "native:window" if base == "msamp:O2" else base

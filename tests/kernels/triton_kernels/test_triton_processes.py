@@ -26,7 +26,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 @pytest.mark.parametrize(
     "folder, variables, marked",
     [
-        pytest.param("inside", INTERPRETED, "not nightly", marks=pytest.mark.slow),
+        ("inside", INTERPRETED, "not nightly"),
         pytest.param("inside", INTERPRETED, "nightly", marks=pytest.mark.nightly),
         pytest.param("ahead", {}, "not nightly", marks=pytest.mark.nightly),
     ],
