@@ -27,8 +27,8 @@ from ..torch_tools.modules import (
     PLAIN_CONVERSION,
     PREPARED,
     Conversion,
+    change_class,
     check_is_module,
-    follows_class,
     is_engine,
     plain_name,
 )
@@ -566,8 +566,7 @@ def swap_class(
     # of PyTorch's Linear, a leaf that torch.fx calls as a module
     attributes = _added_attributes(carrier) | {"__module__": nn.Linear.__module__}
     conversion = Conversion(type(linear), type(carrier), tuple(attributes), recipe)
-    with follows_class(linear):
-        linear.__class__ = type(carrier)
+    change_class(linear, type(carrier))
     linear.__dict__.update(attributes)
     linear.__dict__[mark] = conversion
 
@@ -580,8 +579,7 @@ def restore_layer(linear: nn.Module) -> None:
     conversion: Conversion = linear.__dict__.pop(mark)
     for undo in reversed(conversion.undo):
         undo(linear)
-    with follows_class(linear):
-        linear.__class__ = conversion.original
+    change_class(linear, conversion.original)
     for name in conversion.attributes:
         linear.__dict__.pop(name, None)
 
@@ -609,8 +607,12 @@ def _build(chosen: list[Found], shared: dict[Recipe, Any]) -> list[tuple[Found, 
         if taken := [name for name in _added_attributes(carrier) if hasattr(linear, name)]:
             product.state = HIGH_PRECISION
             product.reason = f"it has {', '.join(taken)} of its own, a name that its FP8 form needs"
-        else:
-            layers.append((weight, weight.adapted(carrier)))
+            continue
+        if weight.linear is not linear:
+            from . import conv1d
+
+            carrier = conv1d.adapted(carrier)
+        layers.append((weight, carrier))
     return layers
 
 
