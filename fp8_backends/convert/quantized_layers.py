@@ -250,7 +250,8 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
         if is_distributed(parameter):
             raise FP8BackendError(f"{name}: its codes are sharded: dequantize before fully_shard")
         refuse_if_held(parameter, full_name)
-    own_dtype, dtype = dtype, dtype or _plain_dtype(model, layers)
+    own_dtype = dtype
+    dtype = dtype or _plain_dtype(model, layers)
 
     def values(layer: nn.Module, kind: Kind, part: str) -> torch.Tensor:
         parts = _codes_and_scales(layer, kind, part)
@@ -345,7 +346,8 @@ def load_codes(
         layer, _, part = name.rpartition(".")
         parts.setdefault(layer, {})[part] = tensor
     layouts = {layer: layout for layer, own in parts.items() if (layout := layout_of(own))}
-    modules, state = dict(model.named_modules()), model.state_dict(keep_vars=True)
+    modules = dict(model.named_modules())
+    state = model.state_dict(keep_vars=True)
     for layer, layout in layouts.items():
         module = modules.get(layer)
         if type(module) is not nn.Linear:
@@ -368,7 +370,8 @@ def load_codes(
         {name: t.to(state[name].dtype) for name, t in plain.items()}, strict=False, assign=on_meta
     )
     for layer, layout in layouts.items():
-        weight, own = modules[layer].weight, parts[layer]
+        weight = modules[layer].weight
+        own = parts[layer]
         device = torch.device("cpu") if weight.is_meta else weight.device
         codes = BlockCodes.of(
             {name: own[name].to(device) for name in layout.parts}, weight.dtype, layout
@@ -385,7 +388,8 @@ def _check_names(
 ) -> None:
     """Raise `FP8BackendError` unless plain tensors and codes are exactly those of a model, ties
     counted once."""
-    given, ties = {*plain, *coded}, {id(tensor) for name, tensor in state.items() if name in plain}
+    given = {*plain, *coded}
+    ties = {id(tensor) for name, tensor in state.items() if name in plain}
     own = {
         name: state[name]
         for name in plain
@@ -489,7 +493,8 @@ def _forget(model: nn.Module) -> None:
 def _keeps_codes(layer: nn.Module, kind: Kind) -> bool:
     """Return True for packed codes, and for FP8 in square blocks."""
     part = _parts(layer, kind)[0]
-    weight, scales = layer._parameters.get(part), layer._parameters.get(kind.scale)
+    weight = layer._parameters.get(part)
+    scales = layer._parameters.get(kind.scale)
     if weight is None or weight.dtype != E4M3.dtype:
         return "weight_packed" in layer._parameters
     if kind is EXPERTS:  # missing scales are named later
@@ -543,19 +548,15 @@ def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
     """Raise `FP8BackendError` if the codes of a layer cannot become values (any more)."""
     parameters = layer._parameters
     if "weight_packed" in parameters:
-        layout, why = (
-            layout_of(parameters),
-            "its packed codes are neither NVFP4 nor MXFP4, or have zero points",
-        )
+        layout = layout_of(parameters)
+        why = "its packed codes are neither NVFP4 nor MXFP4, or have zero points"
         if layout is not None and "weight_zero_point" not in parameters:
             parts = tuple(parameters[part] for part in layout.parts)
             absent = any(is_distributed(part) or part.is_meta for part in parts)
             shape = layer.out_features, layer.in_features
-            why = (
-                "its codes are sharded, or not loaded yet"
-                if absent
-                else _unfit(layout, parts, shape)
-            )
+            why = "its codes are sharded, or not loaded yet"
+            if not absent:
+                why = _unfit(layout, parts, shape)
         if why:
             raise FP8BackendError(f"{name}, {kind.title}: {why}; {LOAD_PLAIN}")
         return
@@ -565,7 +566,8 @@ def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
 
 def _refuse_weight(name: str, layer: nn.Module, kind: Kind, part: str) -> None:
     parameters = layer._parameters
-    weight, scales = parameters.get(part), parameters.get(_scale_of(kind, part))
+    weight = parameters.get(part)
+    scales = parameters.get(_scale_of(kind, part))
     full_name = f"{name}.{part}"
     if kind is EXPERTS:
         name = full_name
@@ -650,10 +652,8 @@ def _without_codes(conversion: Any) -> Iterator[Any]:
     if len(kept) == len(operations):
         yield conversion
     elif kept:
-        targets, sources = (
-            conversion._original_target_patterns,
-            conversion._original_source_patterns,
-        )
+        targets = conversion._original_target_patterns
+        sources = conversion._original_source_patterns
         # scales were collected with their weights
         weight = sources[0].rpartition(".")[2]
         sources = [source for source in sources if source.rpartition(".")[2] == weight]

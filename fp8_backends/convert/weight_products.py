@@ -134,31 +134,23 @@ class ConversionReport:
     @property
     def high_precision(self) -> dict[str, str]:
         """Names of the weights in high precision, each with its reason."""
-        return {
-            product.name: product.reason
-            for product in self.products
-            if product.state == HIGH_PRECISION
-        }
+        return self._reasons(HIGH_PRECISION)
 
     @property
     def foreign_fp8(self) -> dict[str, str]:
         """Names of the weights in FP8 of another library, each with that library's class."""
-        return {
-            product.name: product.reason
-            for product in self.products
-            if product.state == FOREIGN_FP8
-        }
+        return self._reasons(FOREIGN_FP8)
+
+    def _reasons(self, state: str) -> dict[str, str]:
+        return {product.name: product.reason for product in self.products if product.state == state}
 
     @property
     def flops_share(self) -> float:
         """Share of the weight FLOPs in converted weights, 0 to 1, for a token that passes all: the
         upper bound of a step's share. Before a forward, a convolution counts with one position."""
         total = sum(product.flops for product in self.products)
-        return (
-            sum(product.flops for product in self.products if product.state == FP8) / total
-            if total
-            else 0.0
-        )
+        in_fp8 = sum(product.flops for product in self.products if product.state == FP8)
+        return in_fp8 / total if total else 0.0
 
     @property
     def has_convolutions(self) -> bool:
@@ -198,6 +190,10 @@ class ConversionReport:
         return [line + "".join(f"; {listed(names)}: {reason}" for reason, names in unswapped)]
 
 
+Names = dict[nn.Module, list[str]]
+"""Modules of a model with their names, of which a shared module has several."""
+
+
 @dataclass
 class Found:
     """A weight product with its module, and the facts that need no recipe."""
@@ -224,49 +220,46 @@ class Found:
 def find_weight_products(model: nn.Module) -> list[Found]:
     """Return the weight products of `model` in the order of `named_modules`, a shared module
     once."""
-    modules: dict[int, nn.Module] = {}
-    names: dict[int, list[str]] = {}
+    names: Names = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        modules.setdefault(id(module), module)
-        names.setdefault(id(module), []).append(plain_name(name))
+        names.setdefault(module, []).append(plain_name(name))
     adapters = Adapters()
     if any(
         "base_layer" in module._modules or not _LEFT_BY_ADAPTERS.isdisjoint(vars(module))
-        for module in modules.values()
+        for module in names
     ):
-        _find_adapters(modules, names, adapters)
-    heads = _output_heads(modules, names)
+        adapters.find(names)
+    heads = _output_heads(names)
     # transformers' class, or no class if transformers was never imported
     conv1d_class = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
     with_experts = {
-        key
-        for key, module in modules.items()
-        if "expert" in f"{type(module).__name__} {names[key][0]}".lower()
+        module
+        for module, (name, *_) in names.items()
+        if "expert" in f"{type(module).__name__} {name}".lower()
     }
     visits = None
     if with_experts:
         from . import experts
 
-        visits = experts.count_visits(modules, names)
+        visits = experts.count_visits(names)
     has_codes = may_hold_codes(model)
     weights = []
-    for key, module in modules.items():
-        finder = experts if key in with_experts else None
-        for part, kind, sizes, obstacle in _products_of(
-            module, names[key][0], conv1d_class, finder
-        ):
-            full_names = [f"{name}.{part}".lstrip(".") if part else name for name in names[key]]
-            if kind in ("Linear", "router") and key in adapters.inside:
+    for module, own_names in names.items():
+        finder = experts if module in with_experts else None
+        for part, kind, sizes, obstacle in _products_of(module, own_names[0], conv1d_class, finder):
+            full_names = [f"{name}.{part}".lstrip(".") if part else name for name in own_names]
+            if kind in ("Linear", "router") and module in adapters.inside:
                 kind = "adapter"
-            if kind == "Linear" and key in heads:
+            if kind == "Linear" and module in heads:
                 kind = "head"
             state = HIGH_PRECISION
             if has_codes and (foreign := quantized_layers.kind_of(module)):
-                kind, state = foreign.title, FOREIGN_FP8
+                kind = foreign.title
+                state = FOREIGN_FP8
                 obstacle = f"{kind}, frozen: FP8 of a checkpoint that is not multiplied here"
-            if key in adapters.outside:
+            if module in adapters.outside:
                 obstacle = "adapter beside the model: kept in high precision"
-            if (key, part) in adapters.adapted:
+            if (module, part) in adapters.adapted:
                 obstacle = "adapted by PEFT: the weight that is multiplied is computed anew in each forward"
             linear = module
             if kind == CONV1D:
@@ -414,26 +407,22 @@ def memory_sharers(model: nn.Module) -> dict[int, str]:
     return sharers
 
 
-def _output_heads(modules: dict[int, nn.Module], names: dict[int, list[str]]) -> set[int]:
+def _output_heads(names: Names) -> set[nn.Module]:
     """Return the modules of output heads: by `get_output_embeddings`, an embedding's weight, or a
     head's name."""
-    heads: set[int] = set()
+    heads: set[nn.Module] = set()
     embeddings = {
-        id(module._parameters.get("weight"))
-        for module in modules.values()
-        if isinstance(module, nn.Embedding)
+        id(module._parameters.get("weight")) for module in names if isinstance(module, nn.Embedding)
     }
     embeddings.discard(id(None))
-    for key, module in modules.items():
-        if id(module._parameters.get("weight")) in embeddings or any(
-            map(_ends_as_head, names[key])
-        ):
-            heads.add(key)
+    for module, own_names in names.items():
+        if id(module._parameters.get("weight")) in embeddings or any(map(_ends_as_head, own_names)):
+            heads.add(module)
         if callable(getattr(type(module), "get_output_embeddings", None)):
             # a backbone inherits the method without a head, or the name means something else in
             # this model
             with contextlib.suppress(Exception):
-                heads.update(map(id, module.get_output_embeddings().modules()))
+                heads.update(module.get_output_embeddings().modules())
     return heads
 
 
@@ -442,45 +431,39 @@ def _ends_as_head(name: str) -> bool:
     return last in HEAD_NAMES or (not parents and last in ROOT_HEAD_NAMES)
 
 
+_LEFT_BY_ADAPTERS = ADAPTERS_HOLD | {"forward"}
+"""Attributes of an adapter outside the model, and of the module under it."""
+
+
 @dataclass
 class Adapters:
-    """Modules of adapters, such as LoRA's A and B, by identity."""
+    """Modules of adapters, such as LoRA's A and B."""
 
-    inside: set[int] = field(default_factory=set)
-    outside: set[int] = field(default_factory=set)
+    inside: set[nn.Module] = field(default_factory=set)
+    outside: set[nn.Module] = field(default_factory=set)
     """Parts of adapters over modules of the model, and not in it."""
-    adapted: set[tuple[int, str]] = field(default_factory=set)
-    """Parameters that PEFT adapts directly (`target_parameters`): the module, and the name."""
+    adapted: set[tuple[nn.Module, str]] = field(default_factory=set)
+    """Parameters that PEFT adapts directly (`target_parameters`), by module and name."""
 
-
-_LEFT_BY_ADAPTERS = ADAPTERS_HOLD | {"forward"}
-
-
-def _find_adapters(
-    modules: dict[int, nn.Module], names: dict[int, list[str]], adapters: Adapters
-) -> None:
-    """Write the adapters of a model, and add those outside it to its modules."""
-    for key, module in list(modules.items()):
-        for adapter in adapters_over(module) if "forward" in module.__dict__ else ():
-            for part_name, part in adapter.named_modules():
-                if id(part) not in modules:  # else the adapted module
-                    adapters.outside.add(id(part))
-                    modules[id(part)] = part
-                    full_name = f"{names[key][0]}.{type(adapter).__name__}.{part_name}"
-                    names[id(part)] = [full_name.lstrip(".")]
-    for module in modules.values():
-        base = module._modules.get("base_layer")
-        if not ADAPTERS_HOLD.isdisjoint(vars(module)) and is_adapter(module):
-            adapters.inside.update(map(id, module.modules()))
-        if not isinstance(base, nn.Module):
-            continue
-        beside = [
-            child
-            for name, child in module._modules.items()
-            if name != "base_layer" and child is not None
-        ]
-        adapters.inside.update(id(part) for child in beside for part in child.modules())
-        if isinstance(part := module.__dict__.get("parameter_name"), str):
-            while isinstance(inner := base._modules.get("base_layer"), nn.Module):
-                base = inner  # one wrapper for each adapted Parameter
-            adapters.adapted.add((id(base), part))
+    def find(self, names: Names) -> None:
+        """Find the adapters of a model, and add the parts outside it to its modules."""
+        for module, (name, *_) in list(names.items()):
+            for adapter in adapters_over(module) if "forward" in module.__dict__ else ():
+                for part_name, part in adapter.named_modules():
+                    if part not in names:  # else the adapted module
+                        self.outside.add(part)
+                        full_name = f"{name}.{type(adapter).__name__}.{part_name}"
+                        names[part] = [full_name.lstrip(".")]
+        for module in names:
+            base = module._modules.get("base_layer")
+            if not ADAPTERS_HOLD.isdisjoint(vars(module)) and is_adapter(module):
+                self.inside.update(module.modules())
+            if not isinstance(base, nn.Module):
+                continue
+            for name, child in module._modules.items():
+                if name != "base_layer" and child is not None:
+                    self.inside.update(child.modules())
+            if isinstance(part := module.__dict__.get("parameter_name"), str):
+                while isinstance(inner := base._modules.get("base_layer"), nn.Module):
+                    base = inner  # one wrapper for each adapted Parameter
+                self.adapted.add((base, part))

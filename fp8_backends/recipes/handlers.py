@@ -285,7 +285,8 @@ class Recipe(CommonFields):
 def _arguments(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a handler by this package's names. Raises `RecipeError` for a field
     of another handler; `merge` checks the fields of any backend."""
-    handler, names = type(recipe).__name__, recipe.__dataclass_fields__
+    handler = type(recipe).__name__
+    names = recipe.__dataclass_fields__
     positional = dict(zip(recipe.__match_args__, args, strict=False))
     if len(positional) < len(args) or positional.keys() & kwargs.keys():
         raise RecipeError(f"{handler}: write the name of each field, once: {handler}(name=value)")
@@ -385,7 +386,8 @@ _GRADIENT_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 def _with_products(values: dict[str, Any]) -> dict[str, Any]:
     """Add `override_linear_precision` by `products`, and the other way round. Raises `RecipeError`
     if they disagree."""
-    flags, products = values.get("override_linear_precision"), values.get("products")
+    flags = values.get("override_linear_precision")
+    products = values.get("products")
     if products is None and flags is not None and any(flags):
         products = {kind: KEPT_IN_BF16 for kind, high in zip(KINDS, flags, strict=True) if high}
     by_products = tuple((products or {}).get(kind) == KEPT_IN_BF16 for kind in KINDS)
@@ -477,7 +479,8 @@ def code_over_launch(
     handler with another backend ignores them. Return the recipe, and a warning in one line if the
     script overrides the launch. In Accelerate's handlers, which fill in every field, a value equal
     to the default counts as not given."""
-    name, recipe = type(handler).__name__, handler
+    name = type(handler).__name__
+    recipe = handler
     if not isinstance(handler, Recipe):  # Accelerate's: ours of the same name
         foreign = foreign_fields(handler)
         backend = foreign.pop("backend").lower()

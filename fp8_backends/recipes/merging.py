@@ -136,8 +136,10 @@ def _asked_backend(sources: Sequence[Source]) -> tuple[BackendName, dict[str, st
         by = _strongest(sources, field)
         if by == len(sources):
             continue
-        source, in_string = sources[by], getattr(name, part)
-        word, place = source.fields[field], source.places.get(field)
+        source = sources[by]
+        in_string = getattr(name, part)
+        word = source.fields[field]
+        place = source.places.get(field)
         selects_none = part == "level" and source.fills_in and name.level is None
         if field in source.idle and (selects_none or by == at and in_string):
             continue
