@@ -311,8 +311,8 @@ class LayerFilter:
             for pattern in patterns:
                 if not any(_matches(pattern, norm) for norm in norms):
                     _matched(name, pattern, weights)
+        blocks = len(_block_names(weights)) if self.layers else 0
         for name, word in self.layers.items():
-            blocks = len(_block_names(weights))
             if isinstance(word, int) and word >= blocks:
                 raise RecipeError(
                     f"layers: {name}={word}, and this model has {blocks} numbered blocks"

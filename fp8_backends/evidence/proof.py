@@ -268,6 +268,7 @@ def count_flops(
         plain_name(name): p.requires_grad
         for name, p in root.named_parameters(remove_duplicate=False)
     }
+    tokens = max(tokens, tokens_of(prepared, work))
     flops = Flops()
     for product in prepared.report.products:
         seen = work.get(product.name)
@@ -286,7 +287,7 @@ def count_flops(
         if seen is not None:
             size = seen.flops
         elif product.kind != CONVOLUTION:
-            size = product.flops * max(tokens, tokens_of(prepared, work))
+            size = product.flops * tokens
         else:
             flops.uncounted += [product.name] * bool(needed)
             continue
