@@ -85,7 +85,7 @@ class FP8Precision(Precision):
             ranks.connect_ranks(model, self.recipe)
         for optimizer in optimizers:
             preconditions.check_optimizer(optimizer, self.recipe)
-            optimizer_steps.watch_optimizer(model, optimizer, self.recipe, self._log_sample)
+            optimizer_steps.watch_optimizer([model], optimizer, self.recipe, self._log_sample)
         return model, optimizers, lr_schedulers
 
     def _log_sample(self, values: dict[str, float], step: int) -> None:

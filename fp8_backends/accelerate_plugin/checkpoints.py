@@ -66,8 +66,10 @@ def save(
     """
     if not output_dir:
         raise FP8BackendError("save_state was given no folder to save into")
-    target, state = Path(os.path.realpath(os.path.expanduser(output_dir))), PartialState()
-    holder, doing = manifest.holder_of(target), f"saving the checkpoint {target}"
+    target = Path(os.path.realpath(os.path.expanduser(output_dir)))
+    state = PartialState()
+    holder = manifest.holder_of(target)
+    doing = f"saving the checkpoint {target}"
     staging = holder / target.name
 
     with ExitStack() as lock:
@@ -120,7 +122,8 @@ def _locked(target: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    holder, locked = manifest.holder_of(target), False
+    holder = manifest.holder_of(target)
+    locked = False
     while not locked:
         holder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # the other process has removed it since
@@ -164,7 +167,8 @@ def _make_way(target: Path) -> None:
 def seal(folder: Path, recipe: Recipe, step: int | None) -> bool:
     """Write a folder's manifest once all ranks have written. Return True if this rank leads its
     file system."""
-    doing, state = f"sealing the checkpoint {folder}", PartialState()
+    doing = f"sealing the checkpoint {folder}"
+    state = PartialState()
     marks = folder / manifest.SAVING
 
     def leave_mark() -> None:
@@ -359,7 +363,8 @@ def newest(folder: Path) -> Path:
 
 
 def save_scaling(accelerator: Accelerator, output_dir: str) -> None:
-    folder, state = Path(output_dir), scaling_state.collect(accelerator._models)
+    folder = Path(output_dir)
+    state = scaling_state.collect(accelerator._models)
     if accelerator.writes_files:
         metadata = {
             "format": _FORMAT,
@@ -435,7 +440,9 @@ def _read(folder: Path, rank: int) -> ScalingState | None:
         return None
     try:
         metadata = json.loads(path.read_text())
-        file_format, backends, recipes = metadata["format"], metadata["models"], metadata["recipes"]
+        file_format = metadata["format"]
+        backends = metadata["models"]
+        recipes = metadata["recipes"]
         steps = metadata.get("steps", {})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise FP8BackendError(f"{path} cannot be read ({error!r}): {DAMAGED}") from None

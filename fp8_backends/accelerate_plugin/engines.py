@@ -25,14 +25,13 @@ from ..comm.backward import agree_on_scaling
 from ..comm.ddp import Connection
 from ..convert.conversion import prepared_roots
 from ..errors import FP8BackendError
-from ..evidence.auditing import inner_tensors
 from ..preparation import has_stored_weights, optimizer_steps, ranks
 from ..recipes.handlers import Recipe
 from ..rules import Machine, Parallel, Setup
 from ..states.sharding import shard_of
 from ..tensors.parameter_swap import swap
 from ..tensors.scaled_tensor import ScaledTensor, dequantize_shards
-from ..tensors.sharded_tensor import is_distributed, local_part, with_local
+from ..tensors.sharded_tensor import inner_tensors, is_distributed, local_part, with_local
 from ..torch_tools.modules import plain_name
 from ..torch_tools.optimizers import parameters_by_key
 from ..words import counted
@@ -41,52 +40,47 @@ from .callers import ENGINES, asks_for, running_trainer
 
 def setup_of(accelerator: Accelerator) -> Setup:
     """Describe the recipe of an Accelerator with its machine and engine, without a model."""
-    engine, state, ddp = accelerator.distributed_type, accelerator.state, accelerator.ddp_handler
-    fsdp = state.fsdp_plugin if engine == DistributedType.FSDP else None
-    deepspeed = state.deepspeed_plugin if engine == DistributedType.DEEPSPEED else None
-    engines: dict[DistributedType, Parallel] = {
-        DistributedType.FSDP: "fsdp2" if accelerator.is_fsdp2 else "fsdp1",
-        DistributedType.DEEPSPEED: "deepspeed",
-        DistributedType.MEGATRON_LM: "megatron",
-    }
-    dynamo, compiled = state.dynamo_plugin, None
-    if dynamo.backend != DynamoBackend.NO:
-        compiled = "regional" if dynamo.use_regional_compilation else "full"
-    sections = (
-        [deepspeed.deepspeed_config.get(name) for name in ("bf16", "torch_autocast")]
-        if deepspeed
-        else []
-    )
-    enabled = [
-        isinstance(section, dict) and str(section.get("enabled")).lower() == "true"
-        for section in sections
-    ]
-    hook = ddp.comm_hook if ddp is not None else DDPCommunicationHookType.NO
+    engine = accelerator.distributed_type
+    state = accelerator.state
+    parallel: Parallel | None = "ddp" if wraps_in_ddp(accelerator) else None
+    known: dict[str, Any] = {}
+    if engine == DistributedType.MEGATRON_LM:
+        parallel = "megatron"
+    elif engine == DistributedType.FSDP:
+        parallel = "fsdp2" if accelerator.is_fsdp2 else "fsdp1"
+        known["activation_checkpointing"] = state.fsdp_plugin.activation_checkpointing or None
+        known["cpu_ram_efficient_loading"] = state.fsdp_plugin.cpu_ram_efficient_loading
+    elif engine == DistributedType.DEEPSPEED:
+        parallel = "deepspeed"
+        plugin = state.deepspeed_plugin
+        sections = [plugin.deepspeed_config.get(name) for name in ("bf16", "torch_autocast")]
+        known["zero_stage"] = max(plugin.hf_ds_config._stage, 0)
+        known["zero_offload"] = plugin.hf_ds_config.is_offload()
+        known["engine_bf16"] = any(
+            isinstance(section, dict) and str(section.get("enabled")).lower() == "true"
+            for section in sections
+        )
+    if state.dynamo_plugin.backend != DynamoBackend.NO:
+        is_regional = state.dynamo_plugin.use_regional_compilation
+        known["compiled"] = "regional" if is_regional else "full"
+    if accelerator.parallelism_config:
+        known["tensor_parallel"] = accelerator.parallelism_config.tp_size
+    hook = getattr(accelerator.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
+    if hook != DDPCommunicationHookType.NO:
+        known["comm_hook"] = str(getattr(hook, "value", hook))
+    others = (name for name in filter(asks_for, ENGINES) if name.upper() != engine.value)
     arguments = getattr(running_trainer(), "args", None)
     return Setup(
         accelerator.fp8_recipe,
         Machine.this(),
-        engines.get(engine, "ddp" if wraps_in_ddp(accelerator) else None),
-        compiled,
-        activation_checkpointing=True if fsdp and fsdp.activation_checkpointing else None,
-        cpu_ram_efficient_loading=fsdp.cpu_ram_efficient_loading if fsdp else None,
+        parallel,
         world_size=accelerator.num_processes,
-        zero_stage=max(deepspeed.hf_ds_config._stage, 0) if deepspeed else None,
-        zero_offload=deepspeed.hf_ds_config.is_offload() if deepspeed else None,
-        engine_bf16=any(enabled) if deepspeed else None,
-        unused_engine=next(
-            (name for name in filter(asks_for, ENGINES) if name.upper() != engine.value), None
-        ),
-        tensor_parallel=accelerator.parallelism_config.tp_size
-        if accelerator.parallelism_config
-        else None,
-        comm_hook=None
-        if hook == DDPCommunicationHookType.NO
-        else str(getattr(hook, "value", hook)),
+        unused_engine=next(others, None),
         accumulation_steps=getattr(
             arguments, "gradient_accumulation_steps", accelerator.gradient_accumulation_steps
         ),
         max_grad_norm=getattr(arguments, "max_grad_norm", None),
+        **known,
     )
 
 
@@ -380,7 +374,8 @@ def with_zero_states(recipe: Recipe, accelerator: Accelerator) -> Recipe:
 def engine_at_stage_0(plugin: DeepSpeedPlugin) -> Iterator[None]:
     """Configure an engine that leaves weights, states and precision to a level, with an optimizer
     of PyTorch."""
-    config, given = plugin.deepspeed_config, dict(plugin.deepspeed_config)
+    config = plugin.deepspeed_config
+    given = dict(plugin.deepspeed_config)
     new = {
         "zero_optimization": {"stage": 0},
         "bf16": {"enabled": False},
@@ -454,11 +449,13 @@ def _keep_scaling_in_checkpoints(engine: nn.Module) -> None:
     files of its own."""
     if "save_checkpoint" in engine.__dict__:
         return
-    save, load = engine.save_checkpoint, engine.load_checkpoint
+    save = engine.save_checkpoint
+    load = engine.load_checkpoint
 
     @functools.wraps(save)
     def save_checkpoint(save_dir, tag=None, client_state=None, *args, **kwargs):
-        client_state, state = dict(client_state or {}), collect([engine])
+        client_state = dict(client_state or {})
+        state = collect([engine])
         if (state.tensors or state.steps) and not hasattr(engine, IN_FILES):
             client_state[OPTIMIZER_KEY] = state._asdict()
         return save(save_dir, tag, client_state, *args, **kwargs)
@@ -475,4 +472,5 @@ def _keep_scaling_in_checkpoints(engine: nn.Module) -> None:
             restore([engine], ScalingState.of(saved, str(path)), str(path))
         return path, client_state
 
-    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    engine.save_checkpoint = save_checkpoint
+    engine.load_checkpoint = load_checkpoint

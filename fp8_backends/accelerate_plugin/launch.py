@@ -101,7 +101,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         _refuse(f"unknown flag {spelled}" + (f" (did you mean {near[0]!r}?)" if near else ""))
     args.nondefault = getattr(args, "nondefault", set())
     if names_backend(args.mixed_precision) and "fp8_backend" not in args.nondefault:
-        args.fp8_backend, args.mixed_precision = args.mixed_precision, "fp8"
+        args.fp8_backend = args.mixed_precision
+        args.mixed_precision = "fp8"
         args.nondefault.add("fp8_backend")
     return args
 
@@ -111,7 +112,9 @@ def launch_parser() -> argparse.ArgumentParser:
     from accelerate.commands.launch import launch_command_parser
 
     parser = launch_command_parser()
-    parser.prog, parser.formatter_class, parser.error = "fp8-backends launch", _Formatter, _refuse
+    parser.prog = "fp8-backends launch"
+    parser.formatter_class = _Formatter
+    parser.error = _refuse
     parser.description = (
         "accelerate launch, in FP8, for scripts as they are: all of its flags, and every field of "
         "a recipe. Code overrides flags, flags override the configuration file, and that overrides "
@@ -128,7 +131,8 @@ def launch_parser() -> argparse.ArgumentParser:
             group.add_argument(f"--{name}", default=None, help=text)
         else:
             action.choices = action.type = action.default = None
-            action.help, action.metavar = text, None if action.nargs == 0 else field.name.upper()
+            action.help = text
+            action.metavar = None if action.nargs == 0 else field.name.upper()
     return parser
 
 
@@ -230,7 +234,8 @@ def _check_launcher(args: argparse.Namespace, config: Configuration) -> None:
         ("megatron", "use_megatron_lm", "MEGATRON_LM"),
     ):
         if getattr(args, flag_name) or _distributed_type(args, config) == kind:
-            reason, fix = BY_NAME[rule].reason, BY_NAME[rule].fix
+            reason = BY_NAME[rule].reason
+            fix = BY_NAME[rule].fix
             raise FP8BackendError(f"--{flag_name} (distributed_type {kind}): {reason}. Fix: {fix}")
     by_fsdp = _uses_fsdp(args, config)
     uses_cpu = config.get("use_cpu") or _variable("ACCELERATE_USE_CPU", flag, False)
@@ -357,14 +362,17 @@ def _launch(
     if _by_remote_shell(args, config):  # DeepSpeed writes it into a file for a shell, unquoted
         recipe = urllib.parse.quote(recipe, safe="")
     # with --quiet Accelerate hides the exit code
-    script, quiet, args.quiet = args.training_script, args.quiet, False
+    script = args.training_script
+    quiet = args.quiet
+    args.quiet = False
     # Accelerate starts the worker, which runs the script
     args.training_script_args = [
         *(["-m"] if args.module else []),
         script,
         *args.training_script_args,
     ]
-    args.training_script, args.module = WORKER, True
+    args.training_script = WORKER
+    args.module = True
     args.mixed_precision = "no"  # until the worker says "fp8"
     try:
         with _launch_environment(recipe, on_cpu_ranks):
@@ -374,9 +382,11 @@ def _launch(
             else:
                 commands.launch_command(args)
     except subprocess.CalledProcessError as error:
-        code, details = error.returncode, ""
+        code = error.returncode
+        details = ""
     except ChildFailedError as error:
-        code, details = error.get_first_failure()[1].exitcode, f"\n{error}"
+        code = error.get_first_failure()[1].exitcode
+        details = f"\n{error}"
     except (ValueError, TypeError, AssertionError, ImportError, OSError) as error:
         if args.debug:
             raise

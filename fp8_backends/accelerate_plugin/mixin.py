@@ -246,15 +246,14 @@ class FP8Mixin(_RunTimeClass):
     def _convert(self, model: nn.Module, evaluation_mode: bool = False) -> None:
         """Convert a model. Only a module beside a converted one, such as a loss, may have no layer
         in FP8."""
-        trains, setup = (
-            not evaluation_mode and any(p.requires_grad for p in model.parameters()),
-            setup_of(self),
-        )
+        trains = not evaluation_mode and any(p.requires_grad for p in model.parameters())
+        setup = setup_of(self)
         if trains:
             preconditions.check_sharing(model, setup)
         try:
             preparation.prepare_model(model, self.fp8_recipe)
-            is_first, self._fp8_converted = not self._fp8_converted, True
+            is_first = not self._fp8_converted
+            self._fp8_converted = True
             # not in `__init__`: a Trainer builds several Accelerators, and prepares a model with
             # one
             is_chosen = (
@@ -372,7 +371,8 @@ class FP8Mixin(_RunTimeClass):
         return result
 
     def _warn_of_unprepared_optimizers(self) -> None:
-        models, self.fp8_without_gradients = self.fp8_without_gradients, []
+        models = self.fp8_without_gradients
+        self.fp8_without_gradients = []
         if (
             not is_main_process()
             or uses_deepspeed(self)
@@ -554,12 +554,11 @@ class FP8Mixin(_RunTimeClass):
     @contextmanager
     def autocast(self, autocast_handler=None):
         """Autocast as Accelerate does, in `fp8_autocast_dtype`."""
-        is_fp16 = self.fp8_autocast_dtype == "fp16"
-        with (
-            self._autocast_in(torch.float16, autocast_handler)
-            if is_fp16
-            else super().autocast(autocast_handler)
-        ):
+        if self.fp8_autocast_dtype == "fp16":
+            autocast = self._autocast_in(torch.float16, autocast_handler)
+        else:
+            autocast = super().autocast(autocast_handler)
+        with autocast:
             yield
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):

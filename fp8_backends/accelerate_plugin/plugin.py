@@ -213,15 +213,13 @@ def _handlers(arguments: Mapping[str, Any]) -> Any:
         raise RecipeError(
             f"kwargs_handlers must be a list: write kwargs_handlers=[{type(given).__name__}(...)]"
         )
-    if text := next(filter(names_backend, [given] if isinstance(given, str) else given), None):
+    handlers = [given] if isinstance(given, (str, Mapping)) else given
+    if text := next(filter(names_backend, handlers), None):
         raise RecipeError(
             f"kwargs_handlers: {shown(text)} is no handler. Write "
             f"Accelerator(mixed_precision={text!r})"
         )
-    if any(
-        isinstance(handler, Mapping)
-        for handler in ([given] if isinstance(given, Mapping) else given)
-    ):
+    if any(isinstance(handler, Mapping) for handler in handlers):
         raise RecipeError(
             "kwargs_handlers: a dict is no handler. Write "
             "kwargs_handlers=[FP8RecipeKwargs(**fields)]"
@@ -289,7 +287,8 @@ def _completed(handler: Any) -> Any:
 
 
 def _warn_of_fp8_in_environment(arguments: Mapping[str, Any]) -> None:
-    precision, backend = _precision(arguments), _backend_in_environment()
+    precision = _precision(arguments)
+    backend = _backend_in_environment()
     if not is_main_process():
         return
     if launch := _launch_in_fp8():

@@ -108,7 +108,9 @@ def _run_source(script: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     module = types.ModuleType("__main__")
-    module.__file__, module.__builtins__, module.__spec__ = path, builtins, None
+    module.__file__ = path
+    module.__builtins__ = builtins
+    module.__spec__ = None
     module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     sys.modules["__main__"] = module
     exec(code, module.__dict__)

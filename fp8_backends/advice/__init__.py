@@ -18,7 +18,7 @@ from ..convert import conversion
 from ..convert.conversion import Prepared
 from ..convert.weight_products import FP8
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
-from ..evidence.auditing import count_flops
+from ..evidence.proof import count_flops
 from ..recipes.fields import KEPT_IN_BF16, NAMING, ONE_SCALE, settings_of
 from ..recipes.handlers import Recipe, Spec, resolve
 from ..recipes.strings import canonical_name
@@ -283,7 +283,7 @@ def advise(
         raise FP8BackendError(f"max_trials={max_trials}: at least 1, the recipe as given")
     conversion.check_is_module(model)
     roots = conversion.prepared_roots(model)
-    recipe = roots[0][2].recipe if spec is None and roots else resolve(spec)
+    recipe = roots[0].prepared.recipe if spec is None and roots else resolve(spec)
     registry.check_available(recipe)
     progress("FP32")
     device = next(model.parameters(), torch.empty(0, device="cpu")).device

@@ -132,9 +132,6 @@ class Field:
         """Return the value in its one spelling. Raises `RecipeError` with the field's name."""
         return parsed(self.name, self.parse, value)
 
-    def default_for(self, scaling: str | None) -> Any:
-        return self.default_of_scaling.get(scaling, self.default)
-
 
 def _takes(values: str) -> Callable:
     """Name a parser's values."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -27,11 +27,12 @@ from ..torch_tools.modules import (
     PLAIN_CONVERSION,
     PREPARED,
     Conversion,
+    change_class,
     check_is_module,
-    follows_class,
     is_engine,
     plain_name,
 )
+from ..words import counted
 from . import features
 from .first_step import Observed
 from .weight_products import (
@@ -78,20 +79,25 @@ class Prepared:
     def name(self) -> str:
         """The backend string, with the layers of `layers`: `native:dynamic + 4 layers mxfp8 + 2
         bf16`."""
-        named = sorted(
-            (p for p in self.report.products if p.recipe),
-            key=lambda product: product.recipe == KEPT_IN_BF16,
-        )
         words = Counter(
             product.recipe
-            for product in named
-            if product.recipe == KEPT_IN_BF16 or product.state == FP8
+            for product in self.report.products
+            if product.recipe == KEPT_IN_BF16 or product.recipe and product.state == FP8
         )
         texts = [self.recipe.name]
-        for word, number in words.items():
-            noun = "" if texts[1:] else " layer" if number == 1 else " layers"
-            texts.append(f"{number}{noun} {word.removeprefix(f'{self.recipe.compute}:')}")
+        for word in sorted(words, key=lambda word: word == KEPT_IN_BF16):
+            number = str(words[word]) if texts[1:] else counted(words[word], "layer")
+            texts.append(f"{number} {word.removeprefix(f'{self.recipe.compute}:')}")
         return " + ".join(texts)
+
+
+class Root(NamedTuple):
+    """A prepared root."""
+
+    name: str
+    """Its name in the model."""
+    module: nn.Module
+    prepared: Prepared
 
 
 def convert(model: nn.Module, recipe: Recipe) -> Prepared:
@@ -106,7 +112,8 @@ def convert(model: nn.Module, recipe: Recipe) -> Prepared:
             recipe.
         FP8BackendError: no layer can run in FP8 (a warning if the recipe has `on_unproven="warn"`).
     """
-    root, compute = unwrapped(model), compute_of(recipe)
+    root = unwrapped(model)
+    compute = compute_of(recipe)
     prepared: Prepared | None = root.__dict__.get(PREPARED)
     if prepared is not None:
         _check_same_recipe("this model", prepared.recipe, recipe)
@@ -120,7 +127,9 @@ def convert(model: nn.Module, recipe: Recipe) -> Prepared:
     for each in () if prepared else recipe.recipes:
         shared[each] = get_compute(each.compute).new_shared(root, each)
     layers = _build([weight for weight in chosen if not weight.part], shared)
-    part_layers = _build_parts([weight for weight in chosen if weight.part], shared)
+    part_layers = []
+    if parts := [weight for weight in chosen if weight.part]:
+        part_layers = _build_parts(parts, shared)
     if recipe.fast_accumulation is not True:
         _turn_off_fast_accumulation(recipe, weights, layers, part_layers)
     report = ConversionReport([weight.product for weight in weights], norms)
@@ -201,18 +210,17 @@ def restore(model: nn.Module) -> None:
             _detach(module, prepared)
 
 
-def prepared_roots(*models: nn.Module) -> list[tuple[str, nn.Module, Prepared]]:
-    """Return (name in its model, module, `Prepared`) of each prepared root outside any other of
-    the model, inside any wrapper."""
+def prepared_roots(*models: nn.Module) -> list[Root]:
+    """Return each prepared root outside any other of its model, inside any wrapper."""
     roots = []
     for model in models:
         found = [
-            (name, module, module.__dict__[PREPARED])
+            Root(name, module, module.__dict__[PREPARED])
             for name, module in model.named_modules()
             if PREPARED in module.__dict__
         ]
         inner = {id(part) for _, root, _ in found for part in root.modules() if part is not root}
-        roots += [root for root in found if id(root[1]) not in inner]
+        roots += [root for root in found if id(root.module) not in inner]
     return roots
 
 
@@ -242,7 +250,8 @@ def update_report(root: nn.Module, prepared: Prepared) -> list[str]:
     layer_filter = LayerFilter(prepared.recipe)
     products = []
     for weight in _find(root, prepared.recipe, layer_filter):
-        product, is_converted = weight.product, weight.conversion is not None
+        product = weight.product
+        is_converted = weight.conversion is not None
         before = known.get(product.name)
         if (
             before is not None
@@ -279,7 +288,8 @@ class LayerFilter:
     of `include` with `+` names them."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.layers = recipe, recipe.layers or {}
+        self.recipe = recipe
+        self.layers = recipe.layers or {}
         patterns = recipe.include or ()
         self.include = [pattern for pattern in patterns if not pattern.startswith("+")]
         self.added = [pattern[1:] for pattern in patterns if pattern.startswith("+")]
@@ -301,12 +311,11 @@ class LayerFilter:
             for pattern in patterns:
                 if not any(_matches(pattern, norm) for norm in norms):
                     _matched(name, pattern, weights)
-        numbers = {name: word for name, word in self.layers.items() if isinstance(word, int)}
-        blocks = len(_block_names(weights)) if numbers else 0
-        for name, number in numbers.items():
-            if number >= blocks:
+        blocks = len(_block_names(weights)) if self.layers else 0
+        for name, word in self.layers.items():
+            if isinstance(word, int) and word >= blocks:
                 raise RecipeError(
-                    f"layers: {name}={number}, and this model has {blocks} numbered blocks"
+                    f"layers: {name}={word}, and this model has {blocks} numbered blocks"
                 )
 
     def take_classes(self, weights: list[Found]) -> None:
@@ -361,27 +370,26 @@ class LayerFilter:
             return "not named in include"
         if self.accepts is not None and not self.accepts(weight.module, product.name):
             return "left out by module_filter_func"
-        chosen = (
-            self.include
-            or self.accepts is not None
-            or any(_matches(pattern, product) for pattern in self.added)
-        )
-        return None if chosen else weight.default_exclusion
+        if self.include or self.accepts is not None:
+            return None
+        if any(_matches(pattern, product) for pattern in self.added):
+            return None
+        return weight.default_exclusion
 
     def excluded(self, layer: WeightProduct | NormLayer) -> str | None:
-        matching = (pattern for pattern in self.exclude if _matches(pattern, layer))
-        if reason := next((f"left out by exclude={pattern!r}" for pattern in matching), None):
-            return reason
+        for pattern in self.exclude:
+            if _matches(pattern, layer):
+                return f"left out by exclude={pattern!r}"
+        return None
+
+    def excluded_norm(self, norm: NormLayer) -> str | None:
         words = (
             word
             for pattern, word in self.layers.items()
-            if isinstance(word, str) and _matches(pattern, layer)
+            if isinstance(word, str) and _matches(pattern, norm)
         )
-        return (
-            "in bf16 by layers"
-            if isinstance(layer, NormLayer) and next(words, None) == KEPT_IN_BF16
-            else None
-        )
+        by_layers = "in bf16 by layers" if next(words, None) == KEPT_IN_BF16 else None
+        return self.excluded(norm) or by_layers
 
 
 def _matches(pattern: str, layer: WeightProduct | NormLayer) -> bool:
@@ -437,7 +445,8 @@ def _find(root: nn.Module, recipe: Recipe, layer_filter: LayerFilter) -> list[Fo
     layer_filter.assign_recipes(weights)
     if recipe.level == "O0" and not recipe.fp8_params:
         return weights
-    sharers, offloaded = memory_sharers(root), offloaded_modules(root)
+    sharers = memory_sharers(root)
+    offloaded = offloaded_modules(root)
     for weight in weights:
         if weight.obstacle is not None or weight.conversion is not None:
             continue
@@ -472,7 +481,8 @@ def _choose(weights: list[Found], layer_filter: LayerFilter, norms: list[NormLay
     chosen = []
     layer_filter.check(weights, norms)
     for weight in weights:
-        product, conversion = weight.product, weight.conversion
+        product = weight.product
+        conversion = weight.conversion
         if conversion is not None:
             _check_same_recipe(
                 f"layer {product.name!r}", conversion.recipe, weight.recipe or layer_filter.recipe
@@ -497,12 +507,10 @@ def _choose(weights: list[Found], layer_filter: LayerFilter, norms: list[NormLay
 def _reason_against(weight: Found, layer_filter: LayerFilter) -> str | None:
     if reason := weight.obstacle or layer_filter.exclusion(weight):
         return reason
-    phases = (
-        filter(None, layer_filter.recipe.by_phase.values())
-        if weight.recipe is layer_filter.recipe
-        else ()
-    )
-    return next(filter(None, (_unfit(weight, recipe) for recipe in (weight.recipe, *phases))), None)
+    recipes = [weight.recipe]
+    if weight.recipe is layer_filter.recipe:
+        recipes += filter(None, weight.recipe.by_phase.values())
+    return next(filter(None, (_unfit(weight, recipe) for recipe in recipes)), None)
 
 
 def _unfit(weight: Found, recipe: Recipe) -> str | None:
@@ -521,23 +529,22 @@ def _norms(
     root: nn.Module, recipe: Recipe, compute: Compute, layer_filter: LayerFilter
 ) -> tuple[list[NormLayer], list[tuple[nn.Module, nn.Module]]]:
     """Return the report of the model's norms, and the norms to swap now with their carriers."""
-    answers = {id(norm.module): norm for norm in compute.norms(root, recipe)}
-    modules: dict[int, tuple[nn.Module, list[str]]] = {}
+    answers = {norm.module: norm for norm in compute.norms(root, recipe)}
+    names_of: dict[nn.Module, list[str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
-        if (
-            id(module) in answers
-            or PLAIN_CONVERSION in module.__dict__
-            and not isinstance(module, nn.Linear)
-        ):
-            modules.setdefault(id(module), (module, []))[1].append(plain_name(name))
-    report, new = [], []
-    for key, (module, names) in modules.items():
-        layer = NormLayer(names[0], key not in answers, None, tuple(names[1:]))
-        if key in answers:
-            layer.reason = layer_filter.excluded(layer) or answers[key].reason
+        is_swapped = PLAIN_CONVERSION in module.__dict__ and not isinstance(module, nn.Linear)
+        if module in answers or is_swapped:
+            names_of.setdefault(module, []).append(plain_name(name))
+    report = []
+    new = []
+    for module, names in names_of.items():
+        answer = answers.get(module)
+        layer = NormLayer(names[0], answer is None, None, tuple(names[1:]))
+        if answer is not None:
+            layer.reason = layer_filter.excluded_norm(layer) or answer.reason
             layer.swapped = layer.reason is None
             if layer.swapped:
-                new.append((module, answers[key].carrier))
+                new.append((module, answer.carrier))
         report.append(layer)
     return report, new
 
@@ -566,8 +573,7 @@ def swap_class(
     # of PyTorch's Linear, a leaf that torch.fx calls as a module
     attributes = _added_attributes(carrier) | {"__module__": nn.Linear.__module__}
     conversion = Conversion(type(linear), type(carrier), tuple(attributes), recipe)
-    with follows_class(linear):
-        linear.__class__ = type(carrier)
+    change_class(linear, type(carrier))
     linear.__dict__.update(attributes)
     linear.__dict__[mark] = conversion
 
@@ -580,8 +586,7 @@ def restore_layer(linear: nn.Module) -> None:
     conversion: Conversion = linear.__dict__.pop(mark)
     for undo in reversed(conversion.undo):
         undo(linear)
-    with follows_class(linear):
-        linear.__class__ = conversion.original
+    change_class(linear, conversion.original)
     for name in conversion.attributes:
         linear.__dict__.pop(name, None)
 
@@ -590,7 +595,9 @@ def _build(chosen: list[Found], shared: dict[Recipe, Any]) -> list[tuple[Found, 
     """Return weights with their carriers. A name conflict drops a layer, with the reason noted."""
     layers = []
     for weight in chosen:
-        linear, product, compute = weight.module, weight.product, get_compute(weight.recipe.compute)
+        linear = weight.module
+        product = weight.product
+        compute = get_compute(weight.recipe.compute)
         carrier = compute.build(weight.linear, weight.recipe, shared[weight.recipe])
         if any(
             carrier._parameters.get(key) is not parameter
@@ -609,8 +616,12 @@ def _build(chosen: list[Found], shared: dict[Recipe, Any]) -> list[tuple[Found, 
         if taken := [name for name in _added_attributes(carrier) if hasattr(linear, name)]:
             product.state = HIGH_PRECISION
             product.reason = f"it has {', '.join(taken)} of its own, a name that its FP8 form needs"
-        else:
-            layers.append((weight, weight.adapted(carrier)))
+            continue
+        if weight.linear is not linear:
+            from . import conv1d
+
+            carrier = conv1d.adapted(carrier)
+        layers.append((weight, carrier))
     return layers
 
 
@@ -621,7 +632,8 @@ def _build_parts(
     layers = []
     for module in dict.fromkeys(weight.module for weight in chosen):
         weights = [weight for weight in chosen if weight.module is module]
-        recipe, name = weights[0].recipe, weights[0].product.name
+        recipe = weights[0].recipe
+        name = weights[0].product.name
         if any(weight.recipe != recipe for weight in weights):
             raise RecipeError(
                 f"layers: the experts of one module share one backend: name {name} by its module"

@@ -26,18 +26,16 @@ def find_part(module: nn.Module, part: str) -> tuple[str, tuple[int, int], str |
     return "experts", (in_features, out_features), obstacle(module, part)
 
 
-def count_visits(
-    modules: dict[int, nn.Module], names: dict[int, list[str]]
-) -> Callable[[str, nn.Module, str], float]:
+def count_visits(names: dict[nn.Module, list[str]]) -> Callable[[str, nn.Module, str], float]:
     """Return a function for the number of times a token passes a weight, by the experts visited."""
-    configs = (module.__dict__.get("config") for module in modules.values())
+    configs = (module.__dict__.get("config") for module in names)
     parts = (part for config in configs for part in (config, getattr(config, "text_config", None)))
     numbers = (getattr(part, field, None) for part in parts for field in _TOP_K_FIELDS)
     top_k = next((number for number in numbers if isinstance(number, int)), None)
     lists = {
         name: len(module)
-        for key, module in modules.items()
-        if isinstance(module, nn.ModuleList) and (name := names[key][0]).split(".")[-1] == "experts"
+        for module, (name, *_) in names.items()
+        if isinstance(module, nn.ModuleList) and name.split(".")[-1] == "experts"
     }
 
     def visited(name: str, module: nn.Module, part: str) -> float:

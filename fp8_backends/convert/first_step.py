@@ -55,7 +55,8 @@ class Observed:
         self.proven = True
         if self.meter is not None:
             self.meter.detach()
-            self.work, self.meter = self.meter.work, None
+            self.work = self.meter.work
+            self.meter = None
         if self.gradient_dtypes:  # else an engine hides them
             named = (
                 (plain_name(name), p) for name, p in root.named_parameters(remove_duplicate=False)
@@ -73,8 +74,9 @@ class Observed:
             "meter": None,
             "proven": False,
             "left_out": None,
+            "wrapper": None,
         }
-        return {**self.__dict__, **none_yet, "wrapper": None}
+        return {**self.__dict__, **none_yet}
 
 
 @dataclass
@@ -135,7 +137,8 @@ class WorkMeter(TemporaryHook):
         recomputes = inside_backward()
         if self.paused and not recomputes:
             return
-        inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(output))
+        inputs = list(_tensors((args, kwargs)))
+        outputs = list(_tensors(output))
         if not outputs:
             return
         inputs = inputs or outputs[:1]  # TransformerEngine's layer with its own norm gets no tensor
@@ -168,13 +171,12 @@ each."""
 
 
 def _rows(weight: Found, inputs: list[torch.Tensor], output: torch.Tensor) -> float:
-    module, kind = weight.module, weight.product.kind
+    module = weight.module
+    kind = weight.product.kind
     if kind == CONVOLUTION:
-        return (
-            inputs[0].numel() / module.in_channels
-            if module.transposed
-            else output.numel() / module.out_channels
-        )
+        if module.transposed:
+            return inputs[0].numel() / module.in_channels
+        return output.numel() / module.out_channels
     # a nested tensor has no `shape`
     rows = [tensor.numel() / max(tensor.size(-1), 1) for tensor in inputs]
     if isinstance(module, nn.MultiheadAttention):

@@ -123,10 +123,119 @@ def kind_of(module: nn.Module) -> Kind | None:
     return None
 
 
-def quantized_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Kind]]:
+class Coded(NamedTuple):
+    """A layer of a checkpoint, with its plain name. A part is the name of one of its weights."""
+
+    name: str
+    layer: nn.Module
+    kind: Kind
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        if self.kind is not EXPERTS:
+            return ("weight",)
+        from ..compute.experts import first_weight
+
+        return first_weight(self.layer), "down_proj"
+
+    def scale_of(self, part: str) -> str:
+        """Name the scales of a weight."""
+        return part + self.kind.scale if self.kind is EXPERTS else self.kind.scale
+
+    def codes_and_scales(self, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = self.layer._parameters[self.scale_of(part)].detach()
+        codes = self.layer._parameters[part].detach()
+        return codes, scales.t() if self.kind is ROWWISE_LINEAR else scales
+
+    def block(self, part: str) -> tuple[int, int]:
+        """Return the rows and columns of a weight under one scale, if it has several."""
+        rows, columns = self.layer._parameters[part].shape[-2:]
+        if self.kind is COMPRESSED:
+            scheme = self.layer.quantization_scheme
+            return tuple(scheme.weights.block_structure or (1, columns))
+        if self.kind is ROWWISE_LINEAR:
+            return 1, columns
+        return tuple(self.layer.block_size or (rows, columns))
+
+    def keeps_codes(self) -> bool:
+        """Return True for packed codes, and for FP8 in square blocks."""
+        part = self.parts[0]
+        weight = self.layer._parameters.get(part)
+        scales = self.layer._parameters.get(self.kind.scale)
+        if weight is None or weight.dtype != E4M3.dtype:
+            return "weight_packed" in self.layer._parameters
+        if self.kind is EXPERTS:  # missing scales are named later
+            is_whole = not vars(self.layer).get("_is_expert_parallel")
+        else:
+            is_whole = scales is not None and scales.dim() == 2
+        # a subclass
+        has_own_product = self.kind.class_name not in ("", type(self.layer).__name__)
+        return is_whole and not has_own_product and self.block(part) == SQUARES[:2]
+
+    def refuse(self) -> None:
+        """Raise `FP8BackendError` if the codes cannot become values (any more)."""
+        parameters = self.layer._parameters
+        if "weight_packed" not in parameters:
+            for part in self.parts:
+                self._refuse_weight(part)
+            return
+        layout = layout_of(parameters)
+        why = "its packed codes are neither NVFP4 nor MXFP4, or have zero points"
+        if layout is not None and "weight_zero_point" not in parameters:
+            parts = tuple(parameters[part] for part in layout.parts)
+            shape = self.layer.out_features, self.layer.in_features
+            why = "its codes are sharded, or not loaded yet"
+            if not any(is_distributed(part) or part.is_meta for part in parts):
+                why = _unfit(layout, parts, shape)
+        if why:
+            raise FP8BackendError(f"{self.name}, {self.kind.title}: {why}; {LOAD_PLAIN}")
+
+    def _refuse_weight(self, part: str) -> None:
+        parameters = self.layer._parameters
+        weight = parameters.get(part)
+        scales = parameters.get(self.scale_of(part))
+        full_name = f"{self.name}.{part}"
+        name = full_name if self.kind is EXPERTS else self.name
+        if weight is None or scales is None or weight.dtype != E4M3.dtype or weight.dim() < 2:
+            what = "its weight is no matrix of E4M3 codes with scales"
+            if self.kind is COMPRESSED and weight is not None and weight.dtype.itemsize > 1:
+                what = "compressed-tensors has decompressed it in a forward, and frozen it"
+            raise FP8BackendError(f"{name}, {self.kind.title}: {what}; {LOAD_PLAIN}")
+        is_cut = is_distributed(weight) or vars(self.layer).get("_is_expert_parallel")
+        if is_cut or weight.is_meta:
+            raise FP8BackendError(
+                f"{name}: its codes are sharded, or not loaded yet: dequantize whole, loaded layers"
+            )
+        parts = self.codes_and_scales(part)
+        layout = e4m3_layout(parts[1], self.block(part))
+        if why := _unfit(layout, parts, tuple(weight.shape)):
+            raise FP8BackendError(f"{name}, {self.kind.title}: {why}; {LOAD_PLAIN}")
+        refuse_if_held(weight, full_name)
+
+    def make_plain(self) -> None:
+        layer = self.layer
+        if self.kind is COMPRESSED:
+            from compressed_tensors.quantization import QuantizationMetadata
+
+            QuantizationMetadata.clear_quantization(layer)
+            layer.__dict__.pop("forward", None)  # the class's own, bound to the layer
+        for name in (*map(self.scale_of, self.parts), *self.kind.added):
+            layer._parameters.pop(name, None)
+            layer.__dict__.pop(name, None)
+        # a subclass multiplies plain weights in its own way
+        if type(layer).__name__ != self.kind.class_name:
+            return
+        layer.__class__ = nn.Linear
+        if self.kind is EXPERTS:
+            from ..compute.experts.frozen_experts import FrozenExperts
+
+            layer.__class__ = FrozenExperts
+
+
+def quantized_layers(model: nn.Module) -> Iterator[Coded]:
     for name, module in model.named_modules():
         if kind := kind_of(module):
-            yield plain_name(name), module, kind
+            yield Coded(plain_name(name), module, kind)
 
 
 def raw_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
@@ -250,11 +359,12 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
         if is_distributed(parameter):
             raise FP8BackendError(f"{name}: its codes are sharded: dequantize before fully_shard")
         refuse_if_held(parameter, full_name)
-    own_dtype, dtype = dtype, dtype or _plain_dtype(model, layers)
+    own_dtype = dtype
+    dtype = dtype or _plain_dtype(model, layers)
 
-    def values(layer: nn.Module, kind: Kind, part: str) -> torch.Tensor:
-        parts = _codes_and_scales(layer, kind, part)
-        return e4m3_layout(parts[1], _block(layer, kind, part)).values(parts, dtype)
+    def values(coded: Coded, part: str) -> torch.Tensor:
+        parts = coded.codes_and_scales(part)
+        return e4m3_layout(parts[1], coded.block(part)).values(parts, dtype)
 
     trains = any(parameter.requires_grad for parameter in model.parameters())
     _replace_codes(layers, values, lambda packed: nn.Parameter(packed.exact(), trains), dtype)
@@ -282,20 +392,20 @@ def freeze_codes(model: nn.Module) -> list[str]:
             raw float8 with scales; nothing has changed then.
     """
     check_is_module(model)
-    return freeze_layers(model, _keeps_codes)
+    return freeze_layers(model, Coded.keeps_codes)
 
 
-def freeze_layers(model: nn.Module, keeps: Callable[[nn.Module, Kind], bool]) -> list[str]:
+def freeze_layers(model: nn.Module, keeps: Callable[[Coded], bool]) -> list[str]:
     """Do as `freeze_codes` with the layers that `keeps` chooses, and raw float8."""
-    layers = [entry for entry in quantized_layers(model) if keeps(*entry[1:])]
+    layers = list(filter(keeps, quantized_layers(model)))
     dtype = _plain_dtype(model, layers)
     raw = raw_layers(model)
     for name, layer in raw:
         refuse_if_held(layer.weight, f"{name}.weight")
 
-    def codes(layer: nn.Module, kind: Kind, part: str) -> torch.Tensor:
-        weight, scales = _codes_and_scales(layer, kind, part)
-        layer._parameters[part].requires_grad_(False)
+    def codes(coded: Coded, part: str) -> torch.Tensor:
+        weight, scales = coded.codes_and_scales(part)
+        coded.layer._parameters[part].requires_grad_(False)
         return BlockCodes((weight, scales.float().contiguous()), dtype)
 
     _replace_codes(layers, codes, lambda packed: nn.Parameter(packed, False), dtype)
@@ -345,7 +455,8 @@ def load_codes(
         layer, _, part = name.rpartition(".")
         parts.setdefault(layer, {})[part] = tensor
     layouts = {layer: layout for layer, own in parts.items() if (layout := layout_of(own))}
-    modules, state = dict(model.named_modules()), model.state_dict(keep_vars=True)
+    modules = dict(model.named_modules())
+    state = model.state_dict(keep_vars=True)
     for layer, layout in layouts.items():
         module = modules.get(layer)
         if type(module) is not nn.Linear:
@@ -368,7 +479,8 @@ def load_codes(
         {name: t.to(state[name].dtype) for name, t in plain.items()}, strict=False, assign=on_meta
     )
     for layer, layout in layouts.items():
-        weight, own = modules[layer].weight, parts[layer]
+        weight = modules[layer].weight
+        own = parts[layer]
         device = torch.device("cpu") if weight.is_meta else weight.device
         codes = BlockCodes.of(
             {name: own[name].to(device) for name in layout.parts}, weight.dtype, layout
@@ -385,7 +497,8 @@ def _check_names(
 ) -> None:
     """Raise `FP8BackendError` unless plain tensors and codes are exactly those of a model, ties
     counted once."""
-    given, ties = {*plain, *coded}, {id(tensor) for name, tensor in state.items() if name in plain}
+    given = {*plain, *coded}
+    ties = {id(tensor) for name, tensor in state.items() if name in plain}
     own = {
         name: state[name]
         for name in plain
@@ -454,25 +567,26 @@ def mapped(file: Path, names: Iterable[str] | None = None) -> dict[str, torch.Te
 
 
 def _replace_codes(
-    layers: list[tuple[str, nn.Module, Kind]],
-    new_weight: Callable[[nn.Module, Kind, str], torch.Tensor],
+    layers: list[Coded],
+    new_weight: Callable[[Coded, str], torch.Tensor],
     new_parameter: Callable[[BlockCodes], nn.Parameter],
     dtype: torch.dtype,
 ) -> None:
     """Make these layers plain with another weight, or another Parameter in place of packed codes:
     all, or none."""
-    for name, layer, kind in layers:
-        _refuse(name, layer, kind)
-    for name, layer, kind in layers:
+    for coded in layers:
+        coded.refuse()
+    for coded in layers:
+        layer = coded.layer
         if "weight_packed" in layer._parameters:
             packed = BlockCodes.of(layer._parameters, dtype, layout_of(layer._parameters))
             del layer._parameters["weight_packed"]
             layer.__dict__["_parameters"] = {"weight": new_parameter(packed), **layer._parameters}
-        for part in _parts(layer, kind):
+        for part in coded.parts:
             weight = layer._parameters[part]
             if weight.dtype == E4M3.dtype:  # else tied to an earlier layer
-                swap(weight, new_weight(layer, kind, part), f"{name}.{part}")
-        _make_plain(layer, kind)
+                swap(weight, new_weight(coded, part), f"{coded.name}.{part}")
+        coded.make_plain()
 
 
 def _forget(model: nn.Module) -> None:
@@ -486,47 +600,17 @@ def _forget(model: nn.Module) -> None:
     save_plain(model)
 
 
-def _keeps_codes(layer: nn.Module, kind: Kind) -> bool:
-    """Return True for packed codes, and for FP8 in square blocks."""
-    part = _parts(layer, kind)[0]
-    weight, scales = layer._parameters.get(part), layer._parameters.get(kind.scale)
-    if weight is None or weight.dtype != E4M3.dtype:
-        return "weight_packed" in layer._parameters
-    if kind is EXPERTS:  # missing scales are named later
-        is_whole = not vars(layer).get("_is_expert_parallel")
-    else:
-        is_whole = scales is not None and scales.dim() == 2
-    has_own_product = kind.class_name not in ("", type(layer).__name__)  # a subclass
-    return is_whole and not has_own_product and _block(layer, kind, part) == SQUARES[:2]
-
-
-def keeps_unasked(layer: nn.Module, kind: Kind) -> bool:
+def keeps_unasked(coded: Coded) -> bool:
     """Return True for codes that `prepare` keeps. transformers multiplies those of experts with
     kernels of its own on GPUs, faster than one expert after the other."""
-    if kind is EXPERTS and any(p.device.type != "cpu" for p in layer.parameters()):
+    if coded.kind is EXPERTS and any(p.device.type != "cpu" for p in coded.layer.parameters()):
         return False
-    return _keeps_codes(layer, kind)
+    return coded.keeps_codes()
 
 
-def _parts(layer: nn.Module, kind: Kind) -> tuple[str, ...]:
-    """Name the weights of a layer."""
-    if kind is not EXPERTS:
-        return ("weight",)
-    from ..compute.experts import first_weight
-
-    return first_weight(layer), "down_proj"
-
-
-def _scale_of(kind: Kind, part: str) -> str:
-    """Name the scales of a weight."""
-    if kind is EXPERTS:
-        return part + kind.scale
-    return kind.scale
-
-
-def _plain_dtype(model: nn.Module, layers: list[tuple[str, nn.Module, Kind]]) -> torch.dtype:
+def _plain_dtype(model: nn.Module, layers: list[Coded]) -> torch.dtype:
     """Return the dtype of the first parameter outside these layers and wider than codes."""
-    quantized = {id(layer) for _, layer, _ in layers}
+    quantized = {id(coded.layer) for coded in layers}
     plain = (
         p
         for module in model.modules()
@@ -539,53 +623,6 @@ def _plain_dtype(model: nn.Module, layers: list[tuple[str, nn.Module, Kind]]) ->
     return next(dtypes, torch.get_default_dtype())
 
 
-def _refuse(name: str, layer: nn.Module, kind: Kind) -> None:
-    """Raise `FP8BackendError` if the codes of a layer cannot become values (any more)."""
-    parameters = layer._parameters
-    if "weight_packed" in parameters:
-        layout, why = (
-            layout_of(parameters),
-            "its packed codes are neither NVFP4 nor MXFP4, or have zero points",
-        )
-        if layout is not None and "weight_zero_point" not in parameters:
-            parts = tuple(parameters[part] for part in layout.parts)
-            absent = any(is_distributed(part) or part.is_meta for part in parts)
-            shape = layer.out_features, layer.in_features
-            why = (
-                "its codes are sharded, or not loaded yet"
-                if absent
-                else _unfit(layout, parts, shape)
-            )
-        if why:
-            raise FP8BackendError(f"{name}, {kind.title}: {why}; {LOAD_PLAIN}")
-        return
-    for part in _parts(layer, kind):
-        _refuse_weight(name, layer, kind, part)
-
-
-def _refuse_weight(name: str, layer: nn.Module, kind: Kind, part: str) -> None:
-    parameters = layer._parameters
-    weight, scales = parameters.get(part), parameters.get(_scale_of(kind, part))
-    full_name = f"{name}.{part}"
-    if kind is EXPERTS:
-        name = full_name
-    if weight is None or scales is None or weight.dtype != E4M3.dtype or weight.dim() < 2:
-        what = "its weight is no matrix of E4M3 codes with scales"
-        if kind is COMPRESSED and weight is not None and weight.dtype.itemsize > 1:
-            what = "compressed-tensors has decompressed it in a forward, and frozen it"
-        raise FP8BackendError(f"{name}, {kind.title}: {what}; {LOAD_PLAIN}")
-    is_cut = is_distributed(weight) or vars(layer).get("_is_expert_parallel")
-    if is_cut or weight.is_meta:
-        raise FP8BackendError(
-            f"{name}: its codes are sharded, or not loaded yet: dequantize whole, loaded layers"
-        )
-    parts = _codes_and_scales(layer, kind, part)
-    layout = e4m3_layout(parts[1], _block(layer, kind, part))
-    if why := _unfit(layout, parts, tuple(weight.shape)):
-        raise FP8BackendError(f"{name}, {kind.title}: {why}; {LOAD_PLAIN}")
-    refuse_if_held(weight, full_name)
-
-
 def _unfit(layout: CodeLayout, parts: tuple[torch.Tensor, ...], shape: tuple[int, ...]) -> str:
     """Return the reason why these parts hold no weight of this shape; "" if they do."""
     if why := layout.unfit(parts, shape):
@@ -594,40 +631,6 @@ def _unfit(layout: CodeLayout, parts: tuple[torch.Tensor, ...], shape: tuple[int
     if all(bool(torch.isfinite(scale).all()) for scale in scales):
         return ""
     return "its scales are damaged: not all are finite"
-
-
-def _codes_and_scales(layer: nn.Module, kind: Kind, part: str) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = layer._parameters[_scale_of(kind, part)].detach()
-    codes = layer._parameters[part].detach()
-    return codes, scales.t() if kind is ROWWISE_LINEAR else scales
-
-
-def _block(layer: nn.Module, kind: Kind, part: str) -> tuple[int, int]:
-    """Return the rows and columns of a layer's weight under one scale, if it has several."""
-    rows, columns = layer._parameters[part].shape[-2:]
-    if kind is COMPRESSED:
-        return tuple(layer.quantization_scheme.weights.block_structure or (1, columns))
-    return (1, columns) if kind is ROWWISE_LINEAR else tuple(layer.block_size or (rows, columns))
-
-
-def _make_plain(layer: nn.Module, kind: Kind) -> None:
-    if kind is COMPRESSED:
-        from compressed_tensors.quantization import QuantizationMetadata
-
-        QuantizationMetadata.clear_quantization(layer)
-        layer.__dict__.pop("forward", None)  # the class's own, bound to the layer
-    scales = [_scale_of(kind, part) for part in _parts(layer, kind)]
-    for name in (*scales, *kind.added):
-        layer._parameters.pop(name, None)
-        layer.__dict__.pop(name, None)
-    # a subclass multiplies plain weights in its own way
-    if type(layer).__name__ != kind.class_name:
-        return
-    layer.__class__ = nn.Linear
-    if kind is EXPERTS:
-        from ..compute.experts.frozen_experts import FrozenExperts
-
-        layer.__class__ = FrozenExperts
 
 
 def save_plain(model: nn.Module) -> None:
@@ -650,10 +653,8 @@ def _without_codes(conversion: Any) -> Iterator[Any]:
     if len(kept) == len(operations):
         yield conversion
     elif kept:
-        targets, sources = (
-            conversion._original_target_patterns,
-            conversion._original_source_patterns,
-        )
+        targets = conversion._original_target_patterns
+        sources = conversion._original_source_patterns
         # scales were collected with their weights
         weight = sources[0].rpartition(".")[2]
         sources = [source for source in sources if source.rpartition(".")[2] == weight]

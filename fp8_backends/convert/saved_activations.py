@@ -124,7 +124,8 @@ def install(root: nn.Module, prepared: Prepared) -> None:
             "has hooks (SavedTensor.unpack_hook); use a version that this package is tested with, "
             "or leave saved_activations out"
         )
-    packer, number = Packer(prepared.recipe.saved_activations == WITH_ATTENTION), None
+    packer = Packer(prepared.recipe.saved_activations == WITH_ATTENTION)
+    number = None
     root.register_forward_pre_hook(Start(packer))
     for module in _hooked_modules(root):
         handle = module.register_forward_hook(packer, with_kwargs=True)
@@ -237,17 +238,13 @@ class Packer:
     def _kept(self, node: Node) -> Kept | None:
         kept = NODES.get(node.name())
         if kept is None:
-            return (
-                _VALUES
-                if issubclass(getattr(type(node), "_forward_cls", object), ValuesFunction)
-                else None
-            )
-        is_left = kept.attention and not self.with_attention
-        return (
-            None
-            if is_left or (node.name() == "PowBackward0" and node._saved_exponent != 2)
-            else kept
-        )
+            has_values = issubclass(getattr(type(node), "_forward_cls", object), ValuesFunction)
+            return _VALUES if has_values else None
+        if kept.attention and not self.with_attention:
+            return None
+        if node.name() == "PowBackward0" and node._saved_exponent != 2:
+            return None
+        return kept
 
     @torch.no_grad()
     def _pack(self, saved: dict[Node, Saved]) -> None:
@@ -266,11 +263,9 @@ class Packer:
     ) -> Codes:
         """Return the codes of a tensor, the same ones for all nodes that save it."""
         centers = node.name() == "NativeLayerNormBackward0"
-        layout = (
-            (tensor.numel(), tensor.shape[-1])
-            if tensor.is_contiguous()
-            else (tensor.shape, tensor.stride())
-        )
+        layout = tensor.shape, tensor.stride()
+        if tensor.is_contiguous():
+            layout = tensor.numel(), tensor.shape[-1]
         place = (
             tensor.untyped_storage()._cdata,
             tensor.storage_offset(),
@@ -294,7 +289,8 @@ class Packer:
         node = tensor.grad_fn
         if node not in saved or "self" not in saved[node] or node.name() not in _ACTIVATIONS:
             return None
-        function, (_, read) = _ACTIVATIONS[node.name()](node), saved[node]["self"]
+        function = _ACTIVATIONS[node.name()](node)
+        _, read = saved[node]["self"]
         if not _is_result(tensor, function, read):
             return None
         values = self._packed_once(node, read, saved, codes)
@@ -338,7 +334,9 @@ def _walk(
     """Return the nodes made between inputs and results, oldest first, each with the nodes of its
     inputs; and the nodes before them. Marked modules are passed over."""
     start = max((node._sequence_nr() for node in inputs), default=-1)
-    made, before, remaining = {}, {}, list(results)
+    made = {}
+    before = {}
+    remaining = list(results)
     while remaining:
         node = remaining.pop()
         if node is None or node in made or node in before:
@@ -358,13 +356,13 @@ def _walk(
 
 def _saved(node: Node, kept: Kept) -> Saved:
     """Map the fields of a node that can be packed to (PyTorch's saved tensor, its value)."""
-    saved, all_fields = {}, kept is _VALUES
-    raws = (
-        node._raw_saved_tensors
-        if all_fields
-        else [getattr(node, f"_raw_saved_{field}") for field in kept.fields]
-    )
-    for field, raw in zip(range(len(raws)) if all_fields else kept.fields, raws, strict=True):
+    saved = {}
+    all_fields = kept is _VALUES
+    if all_fields:
+        raws = dict(enumerate(node._raw_saved_tensors))
+    else:
+        raws = {field: getattr(node, f"_raw_saved_{field}") for field in kept.fields}
+    for field, raw in raws.items():
         # others have hooks, or None
         if raw.unpack_hook is not None or not isinstance(raw.data, torch.Tensor):
             continue
@@ -449,7 +447,8 @@ def _values(quantized: Quantized, dtype: torch.dtype) -> torch.Tensor:
     if dtype != torch.float16:
         return dequantize_blocks(quantized, MX, dtype)
     # in FP32, rounding up does not overflow
-    values, largest = dequantize_blocks(quantized, MX, torch.float32), torch.finfo(dtype).max
+    values = dequantize_blocks(quantized, MX, torch.float32)
+    largest = torch.finfo(dtype).max
     return values.where(values.isinf(), values.clamp(-largest, largest)).to(dtype)
 
 
@@ -460,7 +459,8 @@ def packed(values: torch.Tensor, centers: bool = False) -> PackedValues:
         values: [..., columns] of any strides; one of DTYPES.
         centers: backward reads distances from row means.
     """
-    dtype, mean = values.dtype, None
+    dtype = values.dtype
+    mean = None
     matrix = values.contiguous().view(-1, values.shape[-1])
     if centers:
         mean = matrix.mean(-1, keepdim=True, dtype=torch.float32)

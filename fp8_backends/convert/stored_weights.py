@@ -149,11 +149,10 @@ class StoredWeight:
                 if changed.any():
                     form[changed] = values[changed]
             else:  # a frozen weight, this package's or TransformerEngine's
-                frozen = (
-                    form.exact()
-                    if isinstance(form, BlockCodes)
-                    else form.dequantize(dtype=form.dtype)
-                )
+                if isinstance(form, BlockCodes):
+                    frozen = form.exact()
+                else:
+                    frozen = form.dequantize(dtype=form.dtype)
                 if not torch.equal(values, frozen):
                     return (
                         f"{self.name}: a frozen FP8 weight cannot hold what was written to it: "
@@ -169,7 +168,8 @@ def _stored_weights(model: nn.Module) -> list[StoredWeight]:
     weights = []
     for prefix, root, prepared in prepared_roots(model):
         for name, layer in prepared.compute.converted_layers(root).items():
-            weight, name = layer.weight, f"{prefix}.{weight_name(name, layer)}".strip(".")
+            weight = layer.weight
+            name = f"{prefix}.{weight_name(name, layer)}".strip(".")
             if is_distributed(weight) or getattr(weight, "shared_out", False):
                 raise FP8BackendError(
                     f"{name}: this rank has only a part of it (sharded weights, or levels O3 and "

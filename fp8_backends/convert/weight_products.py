@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -134,31 +134,23 @@ class ConversionReport:
     @property
     def high_precision(self) -> dict[str, str]:
         """Names of the weights in high precision, each with its reason."""
-        return {
-            product.name: product.reason
-            for product in self.products
-            if product.state == HIGH_PRECISION
-        }
+        return self._reasons(HIGH_PRECISION)
 
     @property
     def foreign_fp8(self) -> dict[str, str]:
         """Names of the weights in FP8 of another library, each with that library's class."""
-        return {
-            product.name: product.reason
-            for product in self.products
-            if product.state == FOREIGN_FP8
-        }
+        return self._reasons(FOREIGN_FP8)
+
+    def _reasons(self, state: str) -> dict[str, str]:
+        return {product.name: product.reason for product in self.products if product.state == state}
 
     @property
     def flops_share(self) -> float:
         """Share of the weight FLOPs in converted weights, 0 to 1, for a token that passes all: the
         upper bound of a step's share. Before a forward, a convolution counts with one position."""
         total = sum(product.flops for product in self.products)
-        return (
-            sum(product.flops for product in self.products if product.state == FP8) / total
-            if total
-            else 0.0
-        )
+        in_fp8 = sum(product.flops for product in self.products if product.state == FP8)
+        return in_fp8 / total if total else 0.0
 
     @property
     def has_convolutions(self) -> bool:
@@ -198,12 +190,18 @@ class ConversionReport:
         return [line + "".join(f"; {listed(names)}: {reason}" for reason, names in unswapped)]
 
 
+Names = dict[nn.Module, list[str]]
+"""Modules of a model with their names, of which a shared module has several."""
+
+
 @dataclass
 class Found:
     """A weight product with its module, and the facts that need no recipe."""
 
     product: WeightProduct
     module: nn.Module
+    linear: nn.Module
+    """The module, or a Linear that shows it to backends (`conv1d`)."""
     part: str
     """Name of the module's Parameter; "" for the weight of a Linear or Conv1D."""
     obstacle: str | None
@@ -214,84 +212,67 @@ class Found:
     """The subclass of Linear that `include` names."""
 
     @property
-    def linear(self) -> nn.Linear:
-        """The module, or a Linear that shows it to backends."""
-        if self.product.kind != CONV1D:
-            return self.module
-        from . import conv1d
-
-        return conv1d.as_linear(self.module)
-
-    def adapted(self, carrier: nn.Module) -> nn.Module:
-        """Return a carrier for `linear` as one for the module."""
-        if self.product.kind != CONV1D:
-            return carrier
-        from . import conv1d
-
-        return conv1d.adapted(carrier)
-
-    @property
     def conversion(self) -> Conversion | None:
         layer = part_layer(self.module, self.part) if self.part else self.module
         return None if layer is None else layer.__dict__.get(CONVERSION)
 
 
-def may_be_experts(module: nn.Module, name: str) -> bool:
-    """Return True if a module's class or name speaks of experts."""
-    return "expert" in f"{type(module).__name__} {name}".lower()
-
-
 def find_weight_products(model: nn.Module) -> list[Found]:
     """Return the weight products of `model` in the order of `named_modules`, a shared module
     once."""
-    modules: dict[int, nn.Module] = {}
-    names: dict[int, list[str]] = {}
-    outside: set[int] = set()  # parts of adapters over modules of the model
+    names: Names = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        modules.setdefault(id(module), module)
-        names.setdefault(id(module), []).append(plain_name(name))
-        if "forward" not in module.__dict__:
-            continue
-        for adapter in adapters_over(module):
-            for part_name, part in adapter.named_modules():
-                if id(part) not in modules:  # else the adapted module
-                    outside.add(id(part))
-                    modules[id(part)] = part
-                    full_name = f"{plain_name(name)}.{type(adapter).__name__}.{part_name}"
-                    names[id(part)] = [full_name.lstrip(".")]
-    is_head, (adapters, adapted) = _head_test(modules.values()), _adapter_parts(modules.values())
+        names.setdefault(module, []).append(plain_name(name))
+    adapters = Adapters()
+    if any(
+        "base_layer" in module._modules or not _LEFT_BY_ADAPTERS.isdisjoint(vars(module))
+        for module in names
+    ):
+        adapters.find(names)
+    heads = _output_heads(names)
     # transformers' class, or no class if transformers was never imported
-    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
-    experts = visits = None
-    if any(may_be_experts(module, names[key][0]) for key, module in modules.items()):
+    conv1d_class = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
+    with_experts = {
+        module
+        for module, (name, *_) in names.items()
+        if "expert" in f"{type(module).__name__} {name}".lower()
+    }
+    visits = None
+    if with_experts:
         from . import experts
 
-        visits = experts.count_visits(modules, names)
+        visits = experts.count_visits(names)
     has_codes = may_hold_codes(model)
     weights = []
-    for key, module in modules.items():
-        name = names[key][0]
-        finder = experts if may_be_experts(module, name) else None
-        for part, kind, sizes, obstacle in _products_of(module, name, conv1d, finder):
-            full_names = [f"{name}.{part}".lstrip(".") if part else name for name in names[key]]
-            if kind in ("Linear", "router") and key in adapters:
+    for module, own_names in names.items():
+        finder = experts if module in with_experts else None
+        for part, kind, sizes, obstacle in _products_of(module, own_names[0], conv1d_class, finder):
+            full_names = [f"{name}.{part}".lstrip(".") if part else name for name in own_names]
+            if kind in ("Linear", "router") and module in adapters.inside:
                 kind = "adapter"
-            kind = "head" if kind == "Linear" and is_head(module, full_names) else kind
+            if kind == "Linear" and module in heads:
+                kind = "head"
             state = HIGH_PRECISION
             if has_codes and (foreign := quantized_layers.kind_of(module)):
-                kind, state = foreign.title, FOREIGN_FP8
+                kind = foreign.title
+                state = FOREIGN_FP8
                 obstacle = f"{kind}, frozen: FP8 of a checkpoint that is not multiplied here"
-            if key in outside:
+            if module in adapters.outside:
                 obstacle = "adapter beside the model: kept in high precision"
-            if (key, part) in adapted:
+            if (module, part) in adapters.adapted:
                 obstacle = "adapted by PEFT: the weight that is multiplied is computed anew in each forward"
+            linear = module
+            if kind == CONV1D:
+                from . import conv1d
+
+                linear = conv1d.as_linear(module)
             flops = 2 * sizes[0] * sizes[1]
             if visits:
                 flops *= visits(full_names[0], module, part)
             product = WeightProduct(
                 full_names[0], kind, *sizes, flops, state, aliases=tuple(full_names[1:])
             )
-            weight = Found(product, module, part, obstacle, _DEFAULT_EXCLUSIONS.get(kind))
+            weight = Found(product, module, linear, part, obstacle, _DEFAULT_EXCLUSIONS.get(kind))
             if weight.conversion is not None:
                 product.state = FP8
             else:
@@ -310,7 +291,7 @@ def _products_of(
     if isinstance(module, conv1d):
         yield "", CONV1D, (module.nx, module.nf), layer_obstacle(module, conv1d)
     elif isinstance(module, nn.Linear) or CONVERSION in module.__dict__:
-        kind = "router" if _is_router(name) else "Linear"
+        kind = "Linear" if ROUTER_NAMES.isdisjoint(name.split(".")) else "router"
         yield "", kind, (module.in_features, module.out_features), layer_obstacle(module, nn.Linear)
     elif isinstance(module, nn.modules.conv._ConvNd):
         if module.in_channels and module.out_channels:  # else lazy
@@ -333,20 +314,13 @@ def _products_of(
             if experts and (found := experts.find_part(module, part)):
                 yield part, *found
             elif len(shape) == 2 and min(shape) > 1 and _WEIGHT_NAME.search(part):
-                kind = (
-                    "router"
-                    if _is_router(name) or "router" in type(module).__name__.lower()
-                    else "parameter"
-                )
-                obstacle = (
-                    f"{type(module).__name__} multiplies by this Parameter itself, without a Linear"
-                )
-                yield (
-                    part,
-                    kind,
-                    shape[::-1],
-                    f"router: {obstacle}" if kind == "router" else obstacle,
-                )
+                cls = type(module).__name__
+                kind = "parameter"
+                obstacle = f"{cls} multiplies by this Parameter itself, without a Linear"
+                if "router" in cls.lower() or not ROUTER_NAMES.isdisjoint(name.split(".")):
+                    kind = "router"
+                    obstacle = f"router: {obstacle}"
+                yield part, kind, shape[::-1], obstacle
 
 
 _OF_LOADERS = {"quantization_scheme", "hf_quantizer", "_weight_conversions"}
@@ -383,7 +357,7 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
             f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
             + f" (if it only multiplies: include='+{type(layer).__name__}')" * (plain is nn.Linear)
         )
-    if replaced := forward_obstacle(layer):
+    if "forward" in layer.__dict__ and (replaced := forward_obstacle(layer)):
         return replaced
     if weight is None:
         return "its weight is no Parameter: something (weight norm, pruning, FSDP1) computes it before each forward"
@@ -433,57 +407,63 @@ def memory_sharers(model: nn.Module) -> dict[int, str]:
     return sharers
 
 
-def _is_router(name: str) -> bool:
-    return not ROUTER_NAMES.isdisjoint(name.split("."))
-
-
-def _head_test(modules: Iterable[nn.Module]) -> Callable[[nn.Module, list[str]], bool]:
-    """Return a test for output heads: by `get_output_embeddings`, an embedding's weight, or a
+def _output_heads(names: Names) -> set[nn.Module]:
+    """Return the modules of output heads: by `get_output_embeddings`, an embedding's weight, or a
     head's name."""
-    declared: set[int] = set()
+    heads: set[nn.Module] = set()
     embeddings = {
-        id(module._parameters.get("weight"))
-        for module in modules
-        if isinstance(module, nn.Embedding)
+        id(module._parameters.get("weight")) for module in names if isinstance(module, nn.Embedding)
     }
-    for module in modules:
+    embeddings.discard(id(None))
+    for module, own_names in names.items():
+        if id(module._parameters.get("weight")) in embeddings or any(map(_ends_as_head, own_names)):
+            heads.add(module)
         if callable(getattr(type(module), "get_output_embeddings", None)):
             # a backbone inherits the method without a head, or the name means something else in
             # this model
             with contextlib.suppress(Exception):
-                declared.update(map(id, module.get_output_embeddings().modules()))
-
-    def has_head_name(name: str) -> bool:
-        *parents, last = [part for part in name.split(".") if part not in _ADAPTER_SEGMENTS] or [""]
-        return last in HEAD_NAMES or (not parents and last in ROOT_HEAD_NAMES)
-
-    def is_head(module: nn.Module, names: list[str]) -> bool:
-        weight = module._parameters.get("weight")
-        shares = weight is not None and id(weight) in embeddings
-        return id(module) in declared or shares or any(map(has_head_name, names))
-
-    return is_head
+                heads.update(module.get_output_embeddings().modules())
+    return heads
 
 
-def _adapter_parts(modules: Iterable[nn.Module]) -> tuple[set[int], set[tuple[int, str]]]:
-    """Return the modules of adapters by identity, such as LoRA's A and B, and the Parameters that
-    PEFT adapts directly (`target_parameters`), by (identity of the module, name)."""
-    adapters: set[int] = set()
-    adapted: set[tuple[int, str]] = set()
-    for module in modules:
-        base = module._modules.get("base_layer")
-        if not ADAPTERS_HOLD.isdisjoint(vars(module)) and is_adapter(module):
-            adapters.update(map(id, module.modules()))
-        if not isinstance(base, nn.Module):
-            continue
-        beside = [
-            child
-            for name, child in module._modules.items()
-            if name != "base_layer" and child is not None
-        ]
-        adapters.update(id(part) for child in beside for part in child.modules())
-        if isinstance(part := module.__dict__.get("parameter_name"), str):
-            while isinstance(inner := base._modules.get("base_layer"), nn.Module):
-                base = inner  # one wrapper for each adapted Parameter
-            adapted.add((id(base), part))
-    return adapters, adapted
+def _ends_as_head(name: str) -> bool:
+    *parents, last = [part for part in name.split(".") if part not in _ADAPTER_SEGMENTS] or [""]
+    return last in HEAD_NAMES or (not parents and last in ROOT_HEAD_NAMES)
+
+
+_LEFT_BY_ADAPTERS = ADAPTERS_HOLD | {"forward"}
+"""Attributes of an adapter outside the model, and of the module under it."""
+
+
+@dataclass
+class Adapters:
+    """Modules of adapters, such as LoRA's A and B."""
+
+    inside: set[nn.Module] = field(default_factory=set)
+    outside: set[nn.Module] = field(default_factory=set)
+    """Parts of adapters over modules of the model, and not in it."""
+    adapted: set[tuple[nn.Module, str]] = field(default_factory=set)
+    """Parameters that PEFT adapts directly (`target_parameters`), by module and name."""
+
+    def find(self, names: Names) -> None:
+        """Find the adapters of a model, and add the parts outside it to its modules."""
+        for module, (name, *_) in list(names.items()):
+            for adapter in adapters_over(module) if "forward" in module.__dict__ else ():
+                for part_name, part in adapter.named_modules():
+                    if part not in names:  # else the adapted module
+                        self.outside.add(part)
+                        full_name = f"{name}.{type(adapter).__name__}.{part_name}"
+                        names[part] = [full_name.lstrip(".")]
+        for module in names:
+            base = module._modules.get("base_layer")
+            if not ADAPTERS_HOLD.isdisjoint(vars(module)) and is_adapter(module):
+                self.inside.update(module.modules())
+            if not isinstance(base, nn.Module):
+                continue
+            for name, child in module._modules.items():
+                if name != "base_layer" and child is not None:
+                    self.inside.update(child.modules())
+            if isinstance(part := module.__dict__.get("parameter_name"), str):
+                while isinstance(inner := base._modules.get("base_layer"), nn.Module):
+                    base = inner  # one wrapper for each adapted Parameter
+                self.adapted.add((base, part))

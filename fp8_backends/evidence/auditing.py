@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from ..announcement import logger
-from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
+from ..compute.counts import KINDS
 from ..compute.registry import compute_of
 from ..convert import conversion, features
-from ..convert.conversion import Prepared
-from ..convert.first_step import Work
-from ..convert.weight_products import CONVOLUTION, FOREIGN_FP8, FP8, HIGH_PRECISION
+from ..convert.conversion import Root
+from ..convert.weight_products import FOREIGN_FP8, FP8, HIGH_PRECISION
 from ..recipes.handlers import Recipe
 from ..states.gradient_release import is_dropped, is_released
-from ..tensors.sharded_tensor import full_shape, local_part
+from ..tensors.sharded_tensor import full_shape, inner_tensors, stored_dtype, stored_part
 from ..torch_tools.modules import check_is_module, plain_name
 from ..torch_tools.optimizers import check_is_optimizer, parameter_ids, unwrapped
 from ..words import as_html, by_reason, counted, in_columns, readable_bytes, share
+from .proof import Flops, count_flops, count_products, tokens_of
 
 BYTE_KEYS = ("weight", "master", "gradient", "optimizer")
 MANY_LOST_UPDATES = 0.5
@@ -193,107 +193,7 @@ def incomplete_layers(audit: Audit, recipe: Recipe) -> dict[str, list[str]]:
     return {layer: kinds for layer, kinds in missing.items() if kinds}
 
 
-def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCounts]:
-    """Return the FP8 products of each converted layer, by its own counter or from the last profiled
-    step."""
-    return {
-        name: prepared.compute.products(module) or prepared.profiled.get(name, ProductCounts())
-        for name, module in prepared.compute.converted_layers(root).items()
-    }
-
-
-@dataclass
-class Flops:
-    """FLOPs of one prepared root in the first step, or per token if it was compiled."""
-
-    in_fp8: float = 0.0
-    needed: float = 0.0
-    """FLOPs of all products needed by training."""
-    uncounted: list[str] = field(default_factory=list)
-    """Convolutions of unknown FLOPs."""
-
-    @property
-    def share(self) -> float:
-        """Return the share in FP8, 0 to 1."""
-        return self.in_fp8 / self.needed if self.needed else 0.0
-
-
-def count_flops(
-    root: nn.Module,
-    prepared: Prepared,
-    counts: dict[str, ProductCounts] | None,
-    work: dict[str, Work] | None = None,
-    tokens: float = 1,
-) -> Flops:
-    """Sum the FLOPs of all products needed by training, and of the products in FP8 (`counts`; None
-    predicts a step in which every converted layer runs in FP8).
-
-    A gradient of the output makes both gradients necessary: the weight's if it trains, the input's
-    if an input needs one. A weight not seen in the first step (`work`) counts as if every token
-    passed it (at least `tokens`), unless it is known to be idle; its products show the need for an
-    input gradient.
-    """
-    work = prepared.observed.work if work is None else work
-    high = prepared.compute.high_precision_products(prepared.recipe)
-    trains = {
-        plain_name(name): p.requires_grad
-        for name, p in root.named_parameters(remove_duplicate=False)
-    }
-    tokens = max(tokens, tokens_of(prepared, work))
-    flops = Flops()
-    for product in prepared.report.products:
-        seen = work.get(product.name)
-        weight = product.name if product.name in trains else f"{product.name}.weight".lstrip(".")
-        ran = counts.get(product.name) if counts is not None and product.state == FP8 else None
-        needed = set(_needed_kinds(trains.get(weight, True), seen, ran, high))
-        if ran is not None:
-            done = ran.kinds
-        elif counts is None and product.state == FP8:
-            done = needed.difference(high)
-        else:
-            done = set()
-        if seen is None and weight in prepared.observed.idle:
-            needed = set()
-        needed |= done
-        if seen is not None:
-            size = seen.flops
-        elif product.kind != CONVOLUTION:
-            size = product.flops * tokens
-        else:
-            flops.uncounted += [product.name] * bool(needed)
-            continue
-        flops.needed += size * len(needed)
-        flops.in_fp8 += size * len(done)
-    return flops
-
-
-def tokens_of(prepared: Prepared, work: dict[str, Work]) -> float:
-    """Return the most rows of any layer, used for unseen layers: 1 without any."""
-    positions = {
-        product.name for product in prepared.report.products if product.kind == CONVOLUTION
-    }
-    return max((seen.rows for name, seen in work.items() if name not in positions), default=1)
-
-
-def _needed_kinds(
-    trains: bool, seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]
-) -> Iterator[str]:
-    """Yield the products of a weight needed by training."""
-    yield FPROP
-    if seen is not None and not seen.backward:
-        return
-    if trains:
-        yield WGRAD
-    if seen is None:
-        # beside a wgrad in FP8, a dgrad in use would have been in FP8, too
-        needs_dgrad = ran is None or ran.wgrad == 0 or DGRAD in high
-    else:
-        needs_dgrad = seen.input_gradient
-    if needs_dgrad:
-        yield DGRAD
-
-
-def _read_roots(result: Audit, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
+def _read_roots(result: Audit, roots: list[Root]) -> None:
     """Write products, engines, reasons and the share of prepared roots into the audit."""
     tokens = max(
         (tokens_of(prepared, prepared.observed.work) for _, _, prepared in roots), default=1
@@ -335,7 +235,9 @@ class _Weighed(NamedTuple):
 
 
 def _read_bytes(result: Audit, model: nn.Module, roots: list, optimizers: list) -> None:
-    gradient_dtypes, converted, transient_bytes = {}, set(), 0.0
+    gradient_dtypes = {}
+    converted = set()
+    transient_bytes = 0.0
     for _, root, prepared in roots:
         for layer in prepared.compute.converted_layers(root).values():
             converted.add(id(layer.weight))
@@ -360,7 +262,9 @@ def _read_bytes(result: Audit, model: nn.Module, roots: list, optimizers: list) 
 def _weigh(
     parameter: nn.Parameter, optimizers: list, gradient_dtype: torch.dtype | None
 ) -> _Weighed:
-    sizes, dtypes, source = dict.fromkeys(BYTE_KEYS, 0), dict.fromkeys(BYTE_KEYS, ""), "none"
+    sizes = dict.fromkeys(BYTE_KEYS, 0)
+    dtypes = dict.fromkeys(BYTE_KEYS, "")
+    source = "none"
 
     def add(key: str, size: int, dtype: torch.dtype) -> None:
         sizes[key] += size
@@ -374,14 +278,15 @@ def _weigh(
         source = "released"
     elif parameter.requires_grad and gradient_dtype is not None:
         source = "last step"
-        add("gradient", gradient_dtype.itemsize * _local(parameter).numel(), gradient_dtype)
+        add("gradient", gradient_dtype.itemsize * stored_part(parameter).numel(), gradient_dtype)
     state = next((o.state[parameter] for o in optimizers if parameter in o.state), {})
     states = {
         key: value
         for key, value in state.items()
         if isinstance(value, torch.Tensor) and value.numel() > 1
     }
-    master, residual = getattr(_local(parameter), "master", None), residual_of(parameter)
+    master = getattr(stored_part(parameter), "master", None)
+    residual = residual_of(parameter)
     if master is not None:
         states["master"] = master
     if residual is not None:
@@ -414,27 +319,4 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 def residual_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's residual of a weight at level O4, int8, or None. Products do not read
     it."""
-    return getattr(_local(parameter), "residual", None)
-
-
-def stored_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a tensor's data in memory; of the first part of a wrapper subclass."""
-    return next(inner_tensors(tensor)).dtype
-
-
-def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors with a tensor's bytes on this rank."""
-    tensor = _local(tensor)
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from inner_tensors(getattr(tensor, name))
-    if (residual := residual_of(tensor)) is not None:
-        yield residual
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    if hasattr(tensor, "ds_tensor") and tensor.numel() == 0:
-        return tensor.ds_tensor  # this rank's part under ZeRO-3
-    return local_part(tensor)
+    return getattr(stored_part(parameter), "residual", None)

@@ -57,7 +57,8 @@ def policy_gap(
         differences = differences[mask.bool().to(differences.device)]
     if not differences.numel():
         raise FP8BackendError("policy_gap: no token is left; check the mask")
-    size, weights = differences.abs(), (differences - differences.max()).exp()
+    size = differences.abs()
+    weights = (differences - differences.max()).exp()
     figures = (
         size.mean(),
         size.max(),

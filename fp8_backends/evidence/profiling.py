@@ -41,9 +41,12 @@ PRODUCT_EVENTS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_s
 """Operators that multiply FP8 matrices."""
 
 _BACKWARD_FUNCTION = 1  # torch::RecordScope::BACKWARD_FUNCTION
-_MODE, _SUBCLASS = "PythonDispatchMode", "PythonSubclass"
-_COMPILED, _ENGINE = "Torch-Compiled Region", "autograd::engine::"
-_MARK, _AGAIN = "fp8_backends:", ":again"
+_MODE = "PythonDispatchMode"
+_SUBCLASS = "PythonSubclass"
+_COMPILED = "Torch-Compiled Region"
+_ENGINE = "autograd::engine::"
+_MARK = "fp8_backends:"
+_AGAIN = ":again"
 _OF_COMPILED_CODE = -1
 MAXIMUM_GROWTH = 4 << 30
 """Bytes by which the process may grow during a profile: PyTorch keeps 3 kB for each operator until
@@ -140,7 +143,8 @@ class ProductProfile:
     def _count(self, events: list[_Event]) -> tuple[list[ProductCounts], list[tuple[bool, list]]]:
         """Return each layer's counts in eager code, and (made by a backward, operand shapes) of
         compiled products."""
-        counts, compiled = [ProductCounts() for _ in self.layers], []
+        counts = [ProductCounts() for _ in self.layers]
+        compiled = []
         # places of the forwards that created autograd's functions; later events win: an operator
         # without gradients shows the number of the next function
         creators = {
@@ -173,7 +177,8 @@ class _Recording:
     at its end."""
 
     def __init__(self, hooks: list[RemovableHandle], shapes: bool) -> None:
-        self.hooks, self.shapes = hooks, shapes
+        self.hooks = hooks
+        self.shapes = shapes
         self.given_up = False
         """The profile ended in another thread or inside a backward: end when the thread next looks
         at it."""
@@ -319,19 +324,19 @@ class _Event:
     __slots__ = ("name", "thread", "forward_thread", "sequence_nr", "scope", "shapes", "parent")
 
     def __init__(self, record, parent: _Event | None) -> None:
-        self.name, self.scope, self.sequence_nr = (
-            record.name(),
-            record.scope(),
-            record.sequence_nr(),
-        )
-        self.thread, self.forward_thread = record.thread_id(), record.fwd_thread_id()
+        self.name = record.name()
+        self.scope = record.scope()
+        self.sequence_nr = record.sequence_nr()
+        self.thread = record.thread_id()
+        self.forward_thread = record.fwd_thread_id()
         self.shapes = record.shapes  # read for few
         self.parent = parent
 
 
 def _read_events(records: list[list]) -> list[_Event]:
     """Return the profile's events with their parents, in order for each thread."""
-    events, open_by_thread = [], defaultdict(dict)
+    events = []
+    open_by_thread = defaultdict(dict)
     for record in itertools.chain.from_iterable(records):
         # by handle, the innermost last
         around: dict[int, _Event] = open_by_thread[record.thread_id()]

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,42 +19,45 @@ from torch import nn
 
 from .. import words
 from ..announcement import announce, logger
-from ..compute.counts import KINDS, WGRAD
+from ..compute.counts import DGRAD, FPROP, KINDS, WGRAD, ProductCounts
+from ..compute.interface import Compute
 from ..convert import conversion
-from ..convert.conversion import Prepared
-from ..convert.weight_products import CONVOLUTION, COUNTED, LINEARS
+from ..convert.conversion import Prepared, Root
+from ..convert.first_step import Work
+from ..convert.weight_products import CONVOLUTION, COUNTED, FP8, LINEARS
 from ..errors import FP8BackendError
 from ..recipes.fields import KEPT_IN_BF16
 from ..recipes.handlers import Recipe
+from ..tensors.sharded_tensor import stored_dtype
 from ..torch_tools.backward_end import inside_backward
 from ..torch_tools.modules import EagerHook, is_traced, is_trained, plain_name
-from ..torch_tools.optimizers import parameter_ids, unwrapped
-from .auditing import Flops, count_flops, count_products, stored_dtype
+from ..torch_tools.optimizers import parameter_ids
 
 _BESIDE = {CONVOLUTION: CONVOLUTION, "parameter": "other weight"}
 """Nouns for kinds without an FP8 product. Others, such as `FP8Linear of transformers`, keep their
 name."""
 
 
-def watch(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Prove FP8 at the optimizer's first step, for its prepared models. Raises `FP8BackendError` if
-    it has no hooks."""
-    optimizer = unwrapped(optimizer)
+def watch(roots: list[Root], optimizer: torch.optim.Optimizer) -> None:
+    """Prove FP8 at the optimizer's first step, for its models of these roots. Raises
+    `FP8BackendError` if it has no hooks."""
     if not hasattr(optimizer, "register_step_post_hook"):
         name = type(optimizer).__name__
         raise FP8BackendError(
             f"FP8 cannot be proven with an optimizer of type {name}: use a torch.optim.Optimizer"
         )
-    roots = conversion.prepared_roots(*models)
     held = parameter_ids(optimizer)
     # sharding may have swapped all parameters; then every model counts
-    trained = [root for root in roots if is_trained(root[1], held)] or roots
-    new = [root for root in trained if optimizer not in root[2].observed.optimizers()]
-    for _, _, prepared in new:
-        prepared.observed.watch(optimizer)
-    unproven = [root for root in new if not root[2].observed.proven]
-    for compute in dict.fromkeys(prepared.compute for _, _, prepared in unproven):
-        FirstStep([root for root in unproven if root[2].compute is compute]).install(optimizer)
+    trained = [root for root in roots if is_trained(root.module, held)] or roots
+    unproven: dict[Compute, list[Root]] = {}
+    for root in trained:
+        observed = root.prepared.observed
+        if optimizer not in observed.optimizers():
+            observed.watch(optimizer)
+            if not observed.proven:
+                unproven.setdefault(root.prepared.compute, []).append(root)
+    for of_compute in unproven.values():
+        FirstStep(of_compute, optimizer)
 
 
 @contextlib.contextmanager
@@ -91,9 +94,9 @@ class FirstStep:
     """Watch prepared models from their first training forward to the first step of their
     optimizer."""
 
-    def __init__(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
+    def __init__(self, roots: list[Root], optimizer: torch.optim.Optimizer) -> None:
         self.roots = roots
-        self.compute = roots[0][2].compute
+        self.compute = roots[0].prepared.compute
         """The common backend of these models."""
         self.profile: Any = None
         """The `StepProfile` of a backend without counters."""
@@ -113,9 +116,6 @@ class FirstStep:
         """True after a step inside backward, until the next forward looks at it."""
         self.hooked: set[nn.Module] = set()
         """Roots with a hook on the end of their forward: one training forward has begun."""
-        self.hooks: list = []
-
-    def install(self, optimizer: torch.optim.Optimizer) -> None:
         # the optimizer's hook stays, without effect after the proof: a running hook cannot remove
         # itself
         optimizer.register_step_post_hook(self.after_step)
@@ -178,7 +178,8 @@ class FirstStep:
                 n: stored_dtype(p.grad) for n, p in named if p.grad is not None
             }
         runs_elsewhere = self.profile is not None and self.profile.runs_elsewhere
-        was_due, self.step_is_due = self.step_is_due, runs_elsewhere or inside_backward()
+        was_due = self.step_is_due
+        self.step_is_due = runs_elsewhere or inside_backward()
         # Inside a backward, gradients of other layers are still to come, and autograd restarts a
         # profiler stopped there. Nor can a thread stop another thread's. A compiled forward does
         # not run hooks.
@@ -202,7 +203,8 @@ class FirstStep:
         self._finish()
 
     def _finish(self) -> None:
-        roots, self.roots = self.roots, []
+        roots = self.roots
+        self.roots = []
         by_shape = self.profile is not None and self.profile.by_shape
         self.profile = None
         self.hooked.clear()
@@ -218,6 +220,106 @@ class FirstStep:
                 conversion.update_report(root, prepared)
                 observed.proof = read_proof(root, prepared, by_shape)
                 judge(observed.proof, root, prepared)
+
+
+def count_products(root: nn.Module, prepared: Prepared) -> dict[str, ProductCounts]:
+    """Return the FP8 products of each converted layer, by its own counter or from the last profiled
+    step."""
+    return {
+        name: prepared.compute.products(module) or prepared.profiled.get(name, ProductCounts())
+        for name, module in prepared.compute.converted_layers(root).items()
+    }
+
+
+@dataclass
+class Flops:
+    """FLOPs of one prepared root in the first step, or per token if it was compiled."""
+
+    in_fp8: float = 0.0
+    needed: float = 0.0
+    """FLOPs of all products needed by training."""
+    uncounted: list[str] = field(default_factory=list)
+    """Convolutions of unknown FLOPs."""
+
+    @property
+    def share(self) -> float:
+        """Return the share in FP8, 0 to 1."""
+        return self.in_fp8 / self.needed if self.needed else 0.0
+
+
+def count_flops(
+    root: nn.Module,
+    prepared: Prepared,
+    counts: dict[str, ProductCounts] | None,
+    work: dict[str, Work] | None = None,
+    tokens: float = 1,
+) -> Flops:
+    """Sum the FLOPs of all products needed by training, and of the products in FP8 (`counts`; None
+    predicts a step in which every converted layer runs in FP8).
+
+    A gradient of the output makes both gradients necessary: the weight's if it trains, the input's
+    if an input needs one. A weight not seen in the first step (`work`) counts as if every token
+    passed it (at least `tokens`), unless it is known to be idle; its products show the need for an
+    input gradient.
+    """
+    work = prepared.observed.work if work is None else work
+    high = prepared.compute.high_precision_products(prepared.recipe)
+    trains = {
+        plain_name(name): p.requires_grad
+        for name, p in root.named_parameters(remove_duplicate=False)
+    }
+    tokens = max(tokens, tokens_of(prepared, work))
+    flops = Flops()
+    for product in prepared.report.products:
+        seen = work.get(product.name)
+        weight = product.name if product.name in trains else f"{product.name}.weight".lstrip(".")
+        ran = counts.get(product.name) if counts is not None and product.state == FP8 else None
+        needed = set(_needed_kinds(trains.get(weight, True), seen, ran, high))
+        if ran is not None:
+            done = ran.kinds
+        elif counts is None and product.state == FP8:
+            done = needed.difference(high)
+        else:
+            done = set()
+        if seen is None and weight in prepared.observed.idle:
+            needed = set()
+        needed |= done
+        if seen is not None:
+            size = seen.flops
+        elif product.kind != CONVOLUTION:
+            size = product.flops * tokens
+        else:
+            flops.uncounted += [product.name] * bool(needed)
+            continue
+        flops.needed += size * len(needed)
+        flops.in_fp8 += size * len(done)
+    return flops
+
+
+def tokens_of(prepared: Prepared, work: dict[str, Work]) -> float:
+    """Return the most rows of any layer, used for unseen layers: 1 without any."""
+    positions = {
+        product.name for product in prepared.report.products if product.kind == CONVOLUTION
+    }
+    return max((seen.rows for name, seen in work.items() if name not in positions), default=1)
+
+
+def _needed_kinds(
+    trains: bool, seen: Work | None, ran: ProductCounts | None, high: tuple[str, ...]
+) -> Iterator[str]:
+    """Yield the products of a weight needed by training."""
+    yield FPROP
+    if seen is not None and not seen.backward:
+        return
+    if trains:
+        yield WGRAD
+    if seen is None:
+        # beside a wgrad in FP8, a dgrad in use would have been in FP8, too
+        needs_dgrad = ran is None or ran.wgrad == 0 or DGRAD in high
+    else:
+        needs_dgrad = seen.input_gradient
+    if needs_dgrad:
+        yield DGRAD
 
 
 @dataclass
@@ -240,11 +342,6 @@ class Proof:
     other_wgrad: list[str]
     """Layers in FP8 with a weight gradient of other products, against the recipe."""
 
-    @property
-    def share(self) -> float:
-        """Return the share of weight FLOPs in FP8, 0 to 1."""
-        return self.flops.share
-
     def __str__(self) -> str:
         """Write such as `native:dynamic: 28/29 Linear (beside 2 convolutions), 94 % of weight FLOPs
         in FP8, fprop dgrad wgrad (bf16-exact)`."""
@@ -259,21 +356,24 @@ class Proof:
         layers = ", ".join(counted or ["0/0 Linear"])
         if others:
             layers += f" (beside {', '.join(others)})"
-        share = f"{words.share(self.share)} of weight FLOPs in FP8"
+        share = f"{words.share(self.flops.share)} of weight FLOPs in FP8"
         notes = "; ".join([self.engine, *self.notes])
         return f"{self.recipe}: {layers}, {share}, {' '.join(self.products)} ({notes})"
 
 
 def read_proof(root: nn.Module, prepared: Prepared, by_shape: bool = False) -> Proof:
     """Read the products since `prepare`, or of the last profiled step."""
-    recipe, compute = prepared.recipe, prepared.compute
-    layers, counts = compute.converted_layers(root), count_products(root, prepared)
+    recipe = prepared.recipe
+    compute = prepared.compute
+    layers = compute.converted_layers(root)
+    counts = count_products(root, prepared)
     ran = [layer for layer, count in counts.items() if count.kinds]
     nouns = {
         product.name: "Linear" if product.kind in LINEARS else product.kind
         for product in prepared.report.products
     }
-    flops, high = count_flops(root, prepared, counts), compute.high_precision_products(recipe)
+    flops = count_flops(root, prepared, counts)
+    high = compute.high_precision_products(recipe)
     notes = []
     if high:
         notes.append(f"{' '.join(high)} in high precision by recipe")

@@ -71,7 +71,7 @@ def prepare(model: Model, optimizer: Optimizer, spec: Spec = None) -> tuple[Mode
         preconditions.check_optimizer(optimizer, recipe)
     prepare_model(model, recipe)
     if optimizer is not None:
-        optimizer_steps.watch_optimizer(model, optimizer, recipe)
+        optimizer_steps.watch_optimizer([model], optimizer, recipe)
     return model, optimizer
 
 
@@ -97,8 +97,8 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> nn.Module:
         guard_byte_stores()
     if has_ranks():
         fsdp2.reshard(model)  # gathered weights are no Parameters
-    preconditions.check_model(model, recipe)
     has_codes = may_hold_codes(model)
+    preconditions.check_model(model, recipe, has_codes)
     if has_codes and compute_of(recipe).takes_block_codes(recipe, SQUARE_CODES):
         quantized_layers.freeze_layers(model, quantized_layers.keeps_unasked)
     prepared = conversion.convert(model, recipe)

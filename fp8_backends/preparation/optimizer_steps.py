@@ -1,7 +1,7 @@
 """Follow the steps of an optimizer that trains prepared models."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from ..announcement import logger
 from ..checkpoints import scaling_state
 from ..comm import ddp
 from ..convert import conversion, features
-from ..convert.conversion import PREPARED, Prepared, prepared_roots
+from ..convert.conversion import PREPARED, Prepared, Root, prepared_roots
 from ..evidence import proof
 from ..recipes.handlers import Recipe
 from ..states import gradient_release, levels, optimizers
@@ -29,7 +29,7 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
 
 
 def watch_optimizer(
-    models: nn.Module | Iterable[nn.Module],
+    models: list[nn.Module],
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,
     report: Callable[[dict[str, float], int], None] | None = None,
@@ -41,7 +41,6 @@ def watch_optimizer(
     `recipe` is the models' recipe; each prepared model carries its own. `report` is called with the
     summary and the step of each sample (`monitor_every`).
     """
-    models = [models] if isinstance(models, nn.Module) else list(models)
     roots = prepared_roots(*models)
     inner = unwrapped(optimizer)
     convert_optimizer(inner, recipe)
@@ -51,20 +50,17 @@ def watch_optimizer(
         offload.install(inner)
     if recipe.gradient_release:
         # Accelerate lists models without their DDP
-        references = [prepared.observed.wrapper for _, _, prepared in roots]
-        wrappers = [
-            wrapper
-            for reference in references
-            if reference is not None and (wrapper := reference())
-        ]
-        by_ddp = {id(p) for wrapper in wrappers for p in wrapper._module_parameters}
-        gradient_release.release_gradients(
-            inner, (p for p in parameters_of(inner) if id(p) not in by_ddp)
-        )
+        by_ddp: set[int] = set()
+        for _, _, prepared in roots:
+            reference = prepared.observed.wrapper
+            if reference is not None and (wrapper := reference()):
+                by_ddp.update(map(id, wrapper._module_parameters))
+        others = (p for p in parameters_of(inner) if id(p) not in by_ddp)
+        gradient_release.release_gradients(inner, others)
     # a loaded feature may have to leave an optimizer that an earlier recipe prepared
     if guard := features.wanted("guard", recipe) or features.loaded("guard"):
         guard.watch(models, inner, recipe)
-    proof.watch(models, optimizer)
+    proof.watch(roots, inner)
     if recipe.stateful.amax_compute_algo == "most_recent":
         from ..watch import guard
 
@@ -99,6 +95,12 @@ def _share_out_states(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         optimizer.forget_others()
 
 
+UNTRAINED = (
+    "added after the model was prepared, in no prepared optimizer, and so not trained: call "
+    "optimizer.add_param_group, or make the optimizer and prepare both when the model is complete"
+)
+
+
 class AfterStep:
     """Run after each optimizer step: notify the backends, and warn about new layers and untrained
     parameters."""
@@ -107,13 +109,13 @@ class AfterStep:
         self.modules_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         """The last `_identity` of each prepared root."""
 
-    def add(self, roots: list[tuple[str, nn.Module, Prepared]]) -> None:
+    def add(self, roots: list[Root]) -> None:
         for _, root, prepared in roots:
             self.modules_of.setdefault(root, _identity(root))
-            left_out, observed = _left_out(root, prepared), prepared.observed
-            observed.left_out = (
-                left_out if observed.left_out is None else observed.left_out & left_out
-            )
+            left_out = _left_out(root, prepared)
+            if prepared.observed.left_out is not None:
+                left_out &= prepared.observed.left_out
+            prepared.observed.left_out = left_out
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
         for root, identity in list(self.modules_of.items()):
@@ -121,25 +123,19 @@ class AfterStep:
             if not prepared:
                 continue
             prepared.compute.after_optimizer_step(root)
-            if not torch.compiler.is_compiling() and identity != (now := _identity(root)):
-                self.modules_of[root] = now
-                if added := conversion.update_report(root, prepared):
-                    logger.warning(
-                        "%s: %s: %s", prepared.recipe.name, listed(added), conversion.ADDED
-                    )
-                if plain := levels.plain_weights_of(root):
-                    logger.warning(
-                        "%s: %s: %s", prepared.recipe.name, listed(plain), levels.REPLACED_WEIGHT
-                    )
-                left_out = prepared.observed.left_out
-                if new := sorted(_left_out(root, prepared) - left_out):
-                    left_out.update(new)
-                    logger.warning(
-                        f"{prepared.recipe.name}: {listed(new)}: added after the model was "
-                        "prepared, in no prepared optimizer, and so not trained: call "
-                        "optimizer.add_param_group, or make the optimizer and prepare both when "
-                        "the model is complete"
-                    )
+            if torch.compiler.is_compiling() or identity == (now := _identity(root)):
+                continue
+            self.modules_of[root] = now
+            left_out = prepared.observed.left_out
+            untrained = _left_out(root, prepared) - left_out
+            left_out |= untrained
+            for names, what in (
+                (conversion.update_report(root, prepared), conversion.ADDED),
+                (levels.plain_weights_of(root), levels.REPLACED_WEIGHT),
+                (sorted(untrained), UNTRAINED),
+            ):
+                if names:
+                    logger.warning("%s: %s: %s", prepared.recipe.name, listed(names), what)
 
 
 def _after_step(optimizer: torch.optim.Optimizer) -> AfterStep | None:
@@ -175,7 +171,8 @@ def _left_out(root: nn.Module, prepared: Prepared) -> set[str]:
 def _identity(root: nn.Module) -> int:
     """Return a number that changes with the modules or Parameters of a model. Cheap: every step
     needs it."""
-    identity, modules = 0, [root]
+    identity = 0
+    modules = [root]
     while modules:
         module = modules.pop()
         identity += id(module)

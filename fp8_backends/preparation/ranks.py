@@ -10,7 +10,7 @@ from torch import nn
 from ..comm import ddp, deepspeed, fsdp2
 from ..comm.backward import States
 from ..convert import features
-from ..convert.conversion import Prepared, prepared_roots
+from ..convert.conversion import Root, prepared_roots
 from ..formats.scaling import STATEFUL
 from ..recipes.handlers import Recipe
 from ..states import levels
@@ -64,7 +64,7 @@ def save_whole_states(engine: nn.Module) -> None:
     engine.save_checkpoint = save_checkpoint
 
 
-def _states(roots: list[tuple[str, nn.Module, Prepared]]) -> States:
+def _states(roots: list[Root]) -> States:
     """Return a function for `scaling_buffers`, now or in a later phase of `schedule`; `list` if no
     rule keeps any."""
     recipes = [prepared.recipe for _, _, prepared in roots]
@@ -72,7 +72,7 @@ def _states(roots: list[tuple[str, nn.Module, Prepared]]) -> States:
     return partial(scaling_buffers, roots) if later or scaling_buffers(roots) else list
 
 
-def scaling_buffers(roots: list[tuple[str, nn.Module, Prepared]]) -> list[torch.Tensor]:
+def scaling_buffers(roots: list[Root]) -> list[torch.Tensor]:
     """Return the live scaling states of prepared roots, in a fixed order."""
     return [
         state for _, root, prepared in roots for state in prepared.compute.scaling_buffers(root)

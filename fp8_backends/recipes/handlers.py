@@ -8,6 +8,7 @@ machine.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from ..formats.formats import E4M3, E5M2, RECIPE_FORMATS, Format
 from ..formats.scaling import STATEFUL
 from ..words import shown
 from .fields import (
+    FIELDS,
     KEPT_IN_BF16,
     NAMING,
     SETTINGS,
@@ -84,6 +86,8 @@ class Recipe(CommonFields):
     backend_name: ClassVar[str] = AUTO
     compute: ClassVar[str]
     level: ClassVar[str]
+    name: ClassVar[str]
+    """The canonical backend string; `auto` until `resolve` has picked one."""
     given: ClassVar[frozenset[str]]
     by_backend: ClassVar[Mapping[str, Recipe]] = {}
     """The recipe of the layers with each backend in `layers`."""
@@ -121,21 +125,31 @@ class Recipe(CommonFields):
         if names_file(given.get("backend")):
             given = merged.fields
         defaults = {
-            name: field.default_for(scaling) for name, field in settings_of(compute).items()
+            name: field.default_of_scaling.get(scaling, field.default)
+            for name, field in settings_of(compute).items()
         }
-        names = {"compute": compute, "scaling": scaling, "level": level}
-        names["backend"] = given.get("backend")
         named = {name for name in ("scaling", "level") if getattr(asked, name) is not None}
         named |= {name for name in NAMING if given.get(name) is not None}
-        values = defaults | _with_products(read) | names
-        self.__dict__.update(values, opt_level=level, given=frozenset({*read, *named}))
+        if read.keys() & {"products", "override_linear_precision"}:
+            read = _with_products(read)
+        self.__dict__.update(
+            defaults | read,
+            name=AUTO if compute == AUTO else canonical_name(compute, scaling, asked.level),
+            backend=given.get("backend"),
+            compute=compute,
+            scaling=scaling,
+            level=level,
+            opt_level=level,
+            given=frozenset({*read, *named}),
+        )
         if compute == AUTO:
             return
         if self.monitor_every and not registry.get_compute(compute).casts_by:
             raise RecipeError(
                 f"monitor_every: {compute} cannot tell how its layers cast; leave it out"
             )
-        self.__dict__.update(self._derived())
+        if self.products or self.layers or self.schedule:
+            self._derive()
         registry.get_compute(compute).check(self)
         for recipe in self.recipes if self.by_phase else ():
             if KEPT_IN_BF16 not in registry.get_compute(recipe.compute).switches(recipe):
@@ -145,36 +159,29 @@ class Recipe(CommonFields):
         if len(self.recipes) > 1:
             _check_together(self)
 
-    def _derived(self) -> dict[str, Mapping[str, Any]]:
-        """Return the formats of `products`, and the recipes of `layers` and `schedule` by their
+    def _derive(self) -> None:
+        """Set the formats of `products`, and the recipes of `layers` and `schedule` by their
         words."""
+        formats = {
+            kind: _GRADIENT_FORMATS[word]
+            for kind, word in (self.products or {}).items()
+            if kind != FPROP and word != KEPT_IN_BF16
+        }
         of_layers = (
             word
             for word in (self.layers or {}).values()
             if word != KEPT_IN_BF16 and isinstance(word, str)
         )
         of_phases = (word for word in (self.schedule or {}).values() if isinstance(word, str))
-        return {
-            "gradient_formats": self._gradient_formats(),
-            "by_backend": {word: self._for_layers(word) for word in dict.fromkeys(of_layers)},
-            "by_phase": {word: self._in_phase(word) for word in dict.fromkeys(of_phases)},
-        }
-
-    def _gradient_formats(self) -> dict[str, Format]:
-        formats = {}
-        for kind, word in (self.products or {}).items():
-            fmt = _GRADIENT_FORMATS.get(word)  # None for bf16
-            if kind != FPROP and fmt not in (None, RECIPE_FORMATS[self.fp8_format][1]):
-                formats[kind] = fmt
-        return formats
-
-    @property
-    def name(self) -> str:
-        """The canonical backend string; `auto` until `resolve` has picked one."""
-        if self.compute == AUTO:
-            return AUTO
-        level = self.level if "level" in self.given else None
-        return canonical_name(self.compute, self.scaling, level)
+        self.__dict__.update(
+            gradient_formats={
+                kind: fmt
+                for kind, fmt in formats.items()
+                if fmt is not RECIPE_FORMATS[self.fp8_format][1]
+            },
+            by_backend={word: self._for_layers(word) for word in dict.fromkeys(of_layers)},
+            by_phase={word: self._in_phase(word) for word in dict.fromkeys(of_phases)},
+        )
 
     @property
     def comm(self) -> str:
@@ -188,7 +195,7 @@ class Recipe(CommonFields):
         weight."""
         return self.level in ("O3", "O4") if self.shard_states is None else self.shard_states
 
-    @property
+    @functools.cached_property
     def recipes(self) -> tuple[Recipe, ...]:
         """This recipe and the others in `layers`, each once."""
         return tuple(dict.fromkeys((self, *self.by_backend.values())))
@@ -278,11 +285,17 @@ class Recipe(CommonFields):
 def _arguments(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a handler by this package's names. Raises `RecipeError` for a field
     of another handler; `merge` checks the fields of any backend."""
-    handler, names = type(recipe).__name__, recipe.__dataclass_fields__
+    handler = type(recipe).__name__
+    names = recipe.__dataclass_fields__
     positional = dict(zip(recipe.__match_args__, args, strict=False))
     if len(positional) < len(args) or positional.keys() & kwargs.keys():
         raise RecipeError(f"{handler}: write the name of each field, once: {handler}(name=value)")
-    given, is_translated = own_names({**positional, **kwargs})
+    given = {**positional, **kwargs}
+    backend = given.get("backend")
+    is_plugin = isinstance(backend, str) and "with" in backend.lower()
+    is_translated = False
+    if is_plugin or given.keys() - FIELDS.keys():  # NeMo's and Megatron's names
+        given, is_translated = own_names(given)
     if "backend" in names:
         return {"backend": "te", **given} if is_translated else given
     for name in given:
@@ -373,7 +386,8 @@ _GRADIENT_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 def _with_products(values: dict[str, Any]) -> dict[str, Any]:
     """Add `override_linear_precision` by `products`, and the other way round. Raises `RecipeError`
     if they disagree."""
-    flags, products = values.get("override_linear_precision"), values.get("products")
+    flags = values.get("override_linear_precision")
+    products = values.get("products")
     if products is None and flags is not None and any(flags):
         products = {kind: KEPT_IN_BF16 for kind, high in zip(KINDS, flags, strict=True) if high}
     by_products = tuple((products or {}).get(kind) == KEPT_IN_BF16 for kind in KINDS)
@@ -465,7 +479,8 @@ def code_over_launch(
     handler with another backend ignores them. Return the recipe, and a warning in one line if the
     script overrides the launch. In Accelerate's handlers, which fill in every field, a value equal
     to the default counts as not given."""
-    name, recipe = type(handler).__name__, handler
+    name = type(handler).__name__
+    recipe = handler
     if not isinstance(handler, Recipe):  # Accelerate's: ours of the same name
         foreign = foreign_fields(handler)
         backend = foreign.pop("backend").lower()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..compute import registry
 from ..compute.fields import DEFAULT_LEVEL, Field
+from ..compute.interface import Compute
 from ..errors import RecipeError
 from ..words import shown
 from .fields import (
@@ -58,18 +59,22 @@ def merge(sources: Sequence[Source], choices: Sequence[str] = ()) -> Merged:
     """Merge the fields of these places, the strongest first. A recipe file in a place is weaker
     than the place's other fields. `choices`: if `auto` is to pick the backend, one of these
     backends must read the fields. Raises `RecipeError` with the field's place."""
-    sources = [part for source in sources for part in _without_file(source)]
+    parts = []
+    for source in sources:
+        if names_file(file := source.fields.get("backend")):
+            own = dataclasses.replace(source, fields={**source.fields, "backend": None})
+            parts += [own, file_source(file)]
+        else:
+            parts.append(source)
+    sources = parts
     asked, places = _asked_backend(sources)
     candidates: Sequence[str] = [asked.compute]
     if asked.compute == AUTO:
         fitting = [compute for compute in choices if has_scaling(compute, asked.scaling)]
         candidates = fitting or choices[:1]
-    with placed(places.get("scaling")):
-        backends = [_completed(compute, asked, sources) for compute in candidates]
-    for backend in backends:
-        with placed(places.get("level")):
-            _check_level(backend, asked)
-    settings, values = settings_of(asked.compute), {}
+    backends = [_completed(compute, asked, sources, places) for compute in candidates]
+    settings = settings_of(asked.compute)
+    values: dict[str, Any] = {}
     for source in sources:
         for name, value in source.fields.items():
             if name in NAMING or name in values:
@@ -105,15 +110,6 @@ def refusal_of(backend: str, given: Mapping[str, Any]) -> RecipeError | None:
     return None
 
 
-def _without_file(source: Source) -> list[Source]:
-    """Return the place's own fields, followed by those of the recipe file in its backend."""
-    backend = source.fields.get("backend")
-    if not names_file(backend):
-        return [source]
-    own = dataclasses.replace(source, fields={**source.fields, "backend": None})
-    return [own, file_source(backend)]
-
-
 def _asked_backend(sources: Sequence[Source]) -> tuple[BackendName, dict[str, str | None]]:
     """Merge the naming fields, and return the places of scaling and level. The strongest backend
     string counts alone. Its part (scaling or level) and the strongest field of this part:
@@ -140,8 +136,10 @@ def _asked_backend(sources: Sequence[Source]) -> tuple[BackendName, dict[str, st
         by = _strongest(sources, field)
         if by == len(sources):
             continue
-        source, in_string = sources[by], getattr(name, part)
-        word, place = source.fields[field], source.places.get(field)
+        source = sources[by]
+        in_string = getattr(name, part)
+        word = source.fields[field]
+        place = source.places.get(field)
         selects_none = part == "level" and source.fills_in and name.level is None
         if field in source.idle and (selects_none or by == at and in_string):
             continue
@@ -174,20 +172,41 @@ def _strongest(sources: Sequence[Source], field: str) -> int:
     return next(given, len(sources))
 
 
-def _completed(compute: str, asked: BackendName, sources: Sequence[Source]) -> BackendName:
-    """Fill in the scaling rule that a field, the level or the backend implies, and the level."""
-    backend, level = registry.get_compute(compute), asked.level or "O0"
-    if asked.scaling is not None:
-        word = f"scaling={shown(asked.scaling)}"
-        return BackendName(compute, scaling_name(compute, asked.scaling, word), level)
+def _completed(
+    compute: str, asked: BackendName, sources: Sequence[Source], places: Mapping[str, str | None]
+) -> BackendName:
+    """Fill in the level, and the scaling rule that a field, the level or the backend implies. Raise
+    `RecipeError` for a level that the backend does not take."""
+    backend = registry.get_compute(compute)
+    level = asked.level or "O0"
+    scaling = asked.scaling
+    with placed(places.get("scaling")):
+        if scaling is None:
+            scaling = _implied_scaling(backend, level, sources)
+        else:
+            scaling = scaling_name(compute, scaling, f"scaling={shown(scaling)}")
+    completed = BackendName(compute, scaling, level)
+    if level not in backend.levels:
+        others = ", ".join(
+            other for other in registry.BUILT_IN if len(registry.get_compute(other).levels) > 1
+        )
+        with placed(places.get("level")):
+            raise RecipeError(
+                f"{_name(completed, asked)}: {compute} goes with {', '.join(backend.levels)} only, "
+                f"its weights stay as they are; backends that go with msamp: {others}"
+            )
+    return completed
+
+
+def _implied_scaling(backend: Compute, level: str, sources: Sequence[Source]) -> str:
     for field in fields_of(backend).values():
         at = _strongest(sources, field.name) if field.names_scaling else len(sources)
         if at < len(sources):
             value = field.parsed(sources[at].fields[field.name])
             if scaling := field.names_scaling(value):
-                return BackendName(compute, scaling, level)
+                return scaling
     by_level = backend.level_scaling if level != "O0" else None
-    return BackendName(compute, by_level or backend.default_scaling, level)
+    return by_level or backend.default_scaling
 
 
 _LEVELS_IN_WORDS = {
@@ -195,20 +214,6 @@ _LEVELS_IN_WORDS = {
     ("O3", "O4"): "a level O3 or O4, whose weights travel in FP8",
     ("O0",): "weights that no level stores",
 }
-
-
-def _check_level(backend: BackendName, asked: BackendName) -> None:
-    """Raise `RecipeError` for a level that the backend does not take."""
-    levels = registry.get_compute(backend.compute).levels
-    if backend.level in levels:
-        return
-    others = ", ".join(
-        other for other in registry.BUILT_IN if len(registry.get_compute(other).levels) > 1
-    )
-    raise RecipeError(
-        f"{_name(backend, asked)}: {backend.compute} goes with {', '.join(levels)} only, its weights stay as they "
-        f"are; backends that go with msamp: {others}"
-    )
 
 
 def _name(backend: BackendName, asked: BackendName) -> str:

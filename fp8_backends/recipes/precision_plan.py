@@ -53,7 +53,8 @@ class PrecisionPlan:
             "Adam",
             "bytes per weight element",
         )
-        states, bytes_ = "+".join(self.optimizer_states), f"{self.bytes_per_element:g}"
+        states = "+".join(self.optimizer_states)
+        bytes_ = f"{self.bytes_per_element:g}"
         stored = (self.weight, self.master_weight or "-", self.weight_gradient, states)
         return as_html(
             "What the recipe promises", [headings, (self.gemm, self.comm, *stored, bytes_)]

@@ -18,7 +18,8 @@ def _gathers_ao(setup: Setup) -> bool:
 
 def _decided_by_engine(setup: Setup) -> str:
     """Name the recipe's fields that the engine's own configuration replaces."""
-    recipe, engine = setup.recipe, setup.parallel
+    recipe = setup.recipe
+    engine = setup.parallel
     autocast = "autocast_dtype" in recipe.given and (
         recipe.autocast_dtype != "bf16" or setup.engine_bf16 is False
     )

@@ -16,7 +16,8 @@ MODEST_GAIN = 1.25
 
 def _gain(setup: Setup, least: float, end: float) -> str:
     """Name the predicted gain of the layers in FP8 if it lies between two bounds."""
-    recipe, chip = setup.recipe, setup.machine.chip.rates
+    recipe = setup.recipe
+    chip = setup.machine.chip.rates
     if chip is None or not setup.linear_sizes:
         return ""
     gain = linear_gain(setup.linear_sizes, recipe.compute, recipe.scaling, chip)
@@ -27,7 +28,8 @@ def _gain(setup: Setup, least: float, end: float) -> str:
 
 def _faster_in_bf16(setup: Setup) -> str:
     """Name the layers in FP8 that are predicted to be faster in bf16, if there are others."""
-    recipe, chip = setup.recipe, setup.machine.chip.rates
+    recipe = setup.recipe
+    chip = setup.machine.chip.rates
     if chip is None:
         return ""
     sizes = setup.linear_sizes

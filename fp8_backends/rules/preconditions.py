@@ -14,7 +14,7 @@ from ..compute import registry
 from ..compute.registry import compute_of
 from ..convert import conversion, features, quantized_layers
 from ..convert.conversion import prepared_roots
-from ..convert.weight_products import may_hold_codes, offloaded_modules
+from ..convert.weight_products import offloaded_modules
 from ..errors import FP8BackendError
 from ..evidence import proof
 from ..recipes.handlers import Recipe
@@ -33,13 +33,13 @@ def check_machine(recipe: Recipe) -> None:
         registry.check_available(recipe)
 
 
-def check_model(model: nn.Module, recipe: Recipe) -> None:
+def check_model(model: nn.Module, recipe: Recipe, has_codes: bool) -> None:
     """Refuse a recipe that cannot run on this machine, or a model that this recipe cannot convert
-    in its state."""
+    in its state. `has_codes`: the result of `may_hold_codes`."""
     check_machine(recipe)
     if schedule := features.wanted("schedule", recipe):
         schedule.check_share(recipe)
-    if may_hold_codes(model):
+    if has_codes:
         quantized_layers.check(model, recipe, compute_of(recipe))
     if torch.is_inference_mode_enabled() or any(
         not is_lazy(p) and p.is_inference() for p in model.parameters()
@@ -95,7 +95,8 @@ def check_trains(
     """Raise `FP8BackendError` (or warn, by `on_unproven`) for models that would not train: no
     optimizer holds their parameters, or one holds weights from before ranks shared them, or the
     weights are offloaded."""
-    models, optimizers = list(models), list(map(unwrapped, optimizers))
+    models = list(models)
+    optimizers = list(map(unwrapped, optimizers))
     stepped = {id(p) for optimizer in optimizers for p in getattr(optimizer, "state", ())}
     is_delayed = any(each.scaling == "delayed" for each in recipe.recipes)
     new = (model for model in models if is_delayed and not prepared_roots(model))
@@ -106,7 +107,9 @@ def check_trains(
             recipe.name,
         )
     held = {id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}
-    message = _offloaded_in_training(models)
+    message = None
+    if any("_hf_hook" in module.__dict__ for model in models for module in model.modules()):
+        message = _offloaded_in_training(models)
     if message is None and not any(is_trained(model, held) for model in models):
         kinds = dict.fromkeys(type(conversion.unwrapped(model)).__name__ for model in models)
         message = (

@@ -7,7 +7,7 @@ FSDP2 shards Parameters by rows, tensor parallelism by rows or columns; a shard 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,32 @@ def full_shape(parameter: torch.Tensor) -> torch.Size:
     """Return the whole Parameter's shape, also while DeepSpeed's ZeRO-3 has emptied it
     (`ds_shape`)."""
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def stored_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank stores, also under ZeRO-3."""
+    if hasattr(tensor, "ds_tensor") and tensor.numel() == 0:
+        return tensor.ds_tensor
+    return local_part(tensor)
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with a tensor's bytes on this rank: the parts of a wrapper subclass."""
+    tensor = stored_part(tensor)
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from inner_tensors(getattr(tensor, name))
+    if (residual := getattr(tensor, "residual", None)) is not None:
+        yield residual
+
+
+def stored_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a tensor's data in memory; of the first part of a wrapper subclass."""
+    if type(tensor) is torch.Tensor:
+        return tensor.dtype
+    return next(inner_tensors(tensor)).dtype
 
 
 def shard_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:

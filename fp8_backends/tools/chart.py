@@ -15,11 +15,12 @@ from ..compute import hardware
 from ..compute.counts import KINDS
 from ..compute.registry import check_available
 from ..errors import FP8BackendError
-from ..evidence.auditing import Audit, audit, inner_tensors, stored_bytes
+from ..evidence.auditing import Audit, audit, stored_bytes
 from ..preparation import prepare
 from ..recipes.handlers import resolve
 from ..recipes.precision_plan import plan
 from ..states.gradient_release import release_gradients
+from ..tensors.sharded_tensor import inner_tensors
 from .terminal import paragraphs, table
 
 CHARTED = (

@@ -10,7 +10,6 @@ class's and has to follow.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -160,23 +159,27 @@ class _Held(NamedTuple):
 def forward_obstacle(module: nn.Module) -> str | None:
     """Return None if calling the module runs its class's forward, maybe in known wrappers; else
     what it runs."""
-    held = _innermost(module)
-    if held is None or _is_own(held.function, module):
+    if "forward" not in module.__dict__:
+        return None
+    *_, held = _levels(module)
+    if _is_own(held.function, module):
         return None
     return f"its forward was replaced on the instance by {_name(held.function)}"
 
 
-@contextlib.contextmanager
-def follows_class(module: nn.Module) -> Iterator[None]:
-    """Update the forward inside known wrappers after the module's class has changed in this
-    context."""
-    held = _innermost(module)
-    follows = held is not None and _is_own(held.function, module)
-    yield
-    if follows and held.function is module.__dict__["forward"]:
+def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Change the class of a module, and its forward inside known wrappers."""
+    held = None
+    if "forward" in module.__dict__:
+        *_, innermost = _levels(module)
+        held = innermost if _is_own(innermost.function, module) else None
+    module.__class__ = cls
+    if held is None:
+        return
+    if held.function is module.__dict__["forward"]:
         del module.forward
-    elif follows:
-        held.put(MethodType(type(module).forward, module))
+    else:
+        held.put(MethodType(cls.forward, module))
 
 
 def adapters_over(module: nn.Module) -> list[nn.Module]:
@@ -212,14 +215,6 @@ def _levels(module: nn.Module) -> Iterator[_Held]:
         if held is None:
             return
         yield held
-
-
-def _innermost(module: nn.Module) -> _Held | None:
-    """Return the instance's forward without the known wrappers; None if there is none on the
-    instance."""
-    if "forward" not in module.__dict__:
-        return None
-    return list(_levels(module))[-1]
 
 
 def _is_own(function: Any, module: nn.Module) -> bool:

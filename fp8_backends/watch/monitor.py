@@ -32,7 +32,7 @@ from torch import nn
 from ..announcement import is_main_process, logger
 from ..compute.interface import Compute
 from ..convert import features
-from ..convert.conversion import PREPARED, Prepared
+from ..convert.conversion import PREPARED, Prepared, Root
 from ..formats.formats import FORMAT_OF, FORMATS, ROOT8
 from ..formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from ..recipes.handlers import Recipe
@@ -71,7 +71,7 @@ tensor."""
 
 
 def watch(
-    roots: Iterable[tuple[str, nn.Module, Prepared]],
+    roots: Iterable[Root],
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,
     report: Callable[[dict[str, float], int], None] | None = None,

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..announcement import announce
 from ..compute import registry
-from ..convert.conversion import PREPARED, Prepared
+from ..convert.conversion import PREPARED, Prepared, Root
 from ..errors import RecipeError
 from ..recipes.fields import STEPS
 from ..recipes.handlers import Recipe
@@ -45,9 +45,7 @@ class CountSteps:
             follow(root, prepared)
 
 
-def count_steps(
-    roots: list[tuple[str, nn.Module, Prepared]], optimizer: torch.optim.Optimizer
-) -> None:
+def count_steps(roots: list[Root], optimizer: torch.optim.Optimizer) -> None:
     """Count the steps of the first optimizer of each prepared model with a schedule."""
     for _, root, prepared in roots:
         if not prepared.recipe.schedule or optimizer not in prepared.observed.optimizers()[:1]:

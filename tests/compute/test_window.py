@@ -180,7 +180,7 @@ def test_optimizer_step_rolls_window_once_for_all_microbatches():
     model, recipe = nn.Sequential(nn.Linear(16, 16)), FP8RecipeKwargs(backend="native:window")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     convert(model, recipe)
-    watch_optimizer(model, optimizer, recipe)
+    watch_optimizer([model], optimizer, recipe)
     for _ in range(3):
         for _ in range(2):
             model(torch.randn(4, 16, requires_grad=True)).sum().backward()

@@ -82,7 +82,7 @@ def test_convolutions_of_every_form_count():
     total = counted_flops(model, x)
     audit = trained(model, x)
     assert audit.flops_share == pytest.approx(flops_of_linears((2, 16 * 60, 16)) / total)
-    assert proof_of(model).share == audit.flops_share
+    assert proof_of(model).flops.share == audit.flops_share
     assert proof_of(model).layers == {"Linear": 1}
     assert proof_of(model).of == {"Linear": 1, "convolution": 4}
     assert audit.high_precision["0"] == "convolution: FP8 has no product for it"
@@ -318,7 +318,7 @@ def test_compiled_convolutions_are_named_as_not_counted():
     assert fp8_backends.audit(model).uncounted == ["0"]
     found = proof_of(model)
     assert found.layers == {"Linear": 2} and found.of == {"Linear": 2, "convolution": 1}
-    assert found.share == 1 and "1 convolution not counted" in found.notes
+    assert found.flops.share == 1 and "1 convolution not counted" in found.notes
 
 
 def test_compiled_part_counts_like_eager_one():

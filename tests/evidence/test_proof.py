@@ -113,7 +113,7 @@ def test_sentence():
                 "experts": 4,
             }
         ),
-        flops=auditing.Flops(94, 100),
+        flops=proof.Flops(94, 100),
         products=["fprop", "dgrad", "wgrad"],
         engine="bf16-exact+scaled_mm",
         notes=["compiled, counted by shape", "2 convolutions not counted"],
@@ -143,7 +143,7 @@ def is_whole(model, layers=3):
     return (
         found is not None
         and found.layers == found.of == {"Linear": layers}
-        and found.share == 1
+        and found.flops.share == 1
         and found.products == ["fprop", "dgrad", "wgrad"]
     )
 
@@ -190,7 +190,7 @@ def test_step_inside_backward_waits_for_all_gradients(compiled):
     for _ in range(2):
         backward(forward)
     found = proof_of(model)
-    assert (found.layers["Linear"], found.of["Linear"], found.share) == (3, 4, 0.75)
+    assert (found.layers["Linear"], found.of["Linear"], found.flops.share) == (3, 4, 0.75)
     assert found.products == ["fprop", "dgrad", "wgrad"]
 
 
@@ -221,7 +221,7 @@ def test_high_precision_wgrad_is_not_counted():
     step(model, optimizer)
     assert all((c["fprop"], c["dgrad"], c["wgrad"]) == (1, 1, 0) for c in counts(model).values())
     found = proof_of(model)
-    assert found.share == pytest.approx(2 / 3) and found.products == ["fprop", "dgrad"]
+    assert found.flops.share == pytest.approx(2 / 3) and found.products == ["fprop", "dgrad"]
     assert found.engine == "ao" and found.notes == ["wgrad in high precision by recipe"]
 
 
@@ -232,7 +232,7 @@ def test_configured_high_precision_products_are_accepted():
     found = proof_of(model)
     assert not found.idle and not found.other_wgrad
     assert found.layers == {"Linear": 3} and found.products == ["dgrad"]
-    assert found.share == pytest.approx(1 / 3)
+    assert found.flops.share == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("spec", BACKENDS)

@@ -62,14 +62,14 @@ sys.setprofile(note)
 trained = train(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)))
 sys.setprofile(None)
 run = {code.co_filename.removeprefix(ROOT) for code in calls}
-assert len({*calls}) <= 265, len({*calls})
+assert len({*calls}) <= 237, len({*calls})
 step(*trained)
 calls.clear()
 sys.setprofile(note)
 step(*trained)
 sys.setprofile(None)
 assert len(calls) <= 262, len(calls)
-assert len(run) <= 38 and not {name for name in run if name.startswith(("comm/", "watch/"))}, run
+assert len(run) <= 36 and not {name for name in run if name.startswith(("comm/", "watch/"))}, run
 assert not loaded(), loaded()
 for name, fields in FEATURES.items():
     if fields is None:

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ...evidence.auditing import inner_tensors
+from ...tensors.sharded_tensor import inner_tensors
 from ...words import counted
 
 

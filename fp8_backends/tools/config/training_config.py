@@ -103,7 +103,7 @@ class TrainingConfig:
 def given_fields(recipe: Recipe) -> dict[str, Any]:
     """Return the fields, except its name, in which a recipe differs from its backend's defaults."""
     defaults = {
-        name: field.default_for(recipe.scaling)
+        name: field.default_of_scaling.get(recipe.scaling, field.default)
         for name, field in settings_of(recipe.compute).items()
     }
     defaults["pad_inner_dim"] = True  # the default of TorchAO's handler

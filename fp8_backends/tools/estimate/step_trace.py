@@ -32,7 +32,7 @@ from ...convert import conversion
 from ...convert.first_step import Work, WorkMeter
 from ...convert.weight_products import FP8, find_weight_products
 from ...errors import FP8BackendError
-from ...evidence.auditing import inner_tensors, residual_of, stored_bytes
+from ...evidence.auditing import residual_of, stored_bytes
 from ...kernels import quantize as quantization
 from ...kernels.adam import AdamSteps
 from ...kernels.backward import cross_entropy
@@ -41,6 +41,7 @@ from ...preparation import optimizer_steps
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates
 from ...tensors.scaled_tensor import ScaledTensor
+from ...tensors.sharded_tensor import inner_tensors
 from ...torch_tools.modules import plain_name
 from ...words import first_line
 from ..terminal import FEATURES
@@ -491,7 +492,7 @@ class _Step:
         """Count the products of a step by kind and shape, recomputed ones twice; and the FLOPs of a
         sample in FP8 and in high precision, recomputed ones once."""
         roots = conversion.prepared_roots(self.model)
-        prepared = roots[0][2] if roots else None
+        prepared = roots[0].prepared if roots else None
         high = prepared.compute.high_precision_products(prepared.recipe) if prepared else ()
         if prepared:
             found = prepared.report.products
