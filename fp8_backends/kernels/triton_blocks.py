@@ -17,9 +17,11 @@ from ..formats.scaling import MX, ROWS, SQUARES, VECTORS, Blocks
 from . import devices
 from .layouts import Layouts
 from .triton_common import (
+    amax_along,
     as_bits,
     format_max,
     from_bits,
+    larger,
     magnitude,
     power_of_two_scale,
     scale_and_inverse,
@@ -193,7 +195,7 @@ def vectors_kernel(
                 x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE
             )
             x = tl.reshape(x, (BAND, blocks, LENGTH))
-            scale, scale_inv = _block_scale(tl.max(magnitude(x), axis=2) * factor, FORMAT, E8M0)
+            scale, scale_inv = _block_scale(amax_along(x, 2) * factor, FORMAT, E8M0)
             codes = to_codes(x * (scale * factor)[:, :, None], FORMAT, HAS_FP8_CASTS)
             store_tile(codes_ptr, tl.reshape(codes, (BAND, SIDE)), i, j, rows, columns)
             store_tile(scale_inv_ptr, scale_inv, i, j_block, rows, tl.cdiv(columns, LENGTH))
@@ -204,7 +206,7 @@ def vectors_kernel(
                 x_ptr, rows, columns, row_stride, at_row, at_column * bands + band, SIDE, BAND
             )
             x = tl.reshape(x, (blocks, LENGTH, BAND))
-            scale, scale_inv = _block_scale(tl.max(magnitude(x), axis=1) * factor, FORMAT, E8M0)
+            scale, scale_inv = _block_scale(amax_along(x, 1) * factor, FORMAT, E8M0)
             codes = to_codes(x * (scale * factor)[:, None, :], FORMAT, HAS_FP8_CASTS)
             store_tile(
                 transposed_ptr, tl.trans(tl.reshape(codes, (SIDE, BAND))), j, i, columns, rows
@@ -244,7 +246,7 @@ def squares_kernel(
         x, _, _ = load_tile(
             x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE
         )
-        largest = tl.maximum(largest, magnitude(x))
+        largest = larger(largest, x)
     scale, scale_inv = _block_scale(tl.max(largest) * factor, FORMAT, False)
     down, across = tl.cdiv(rows, SIDE), tl.cdiv(columns, SIDE)
     if codes_ptr is not None:
@@ -359,7 +361,7 @@ def sweep_kernel(
     tile = at_row * 0
     while tile < across:
         x, _, _ = load_tile(x_ptr, rows, columns, row_stride, at_row, tile, TILE_ROWS, TILE_COLUMNS)
-        largest = tl.maximum(largest, magnitude(x))
+        largest = larger(largest, x)
         tile += 1
     scale, scale_inv = scale_and_inverse(tl.max(largest, axis=1) * factor, FORMAT)
     i = at_row.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)

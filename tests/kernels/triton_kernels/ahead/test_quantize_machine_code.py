@@ -119,6 +119,13 @@ def test_cast_machine_code(name, dtype):
     assert f"cvt.rn.satfinite.{'e5m2' if name == 'cast, given' else 'e4m3'}x2.f32" in code.ptx
 
 
+@pytest.mark.parametrize("name", ["cast, given", "vectors", "squares", "rows"])
+def test_maxima_drop_nan_without_an_instruction_an_element(name):
+    tile, made = MATRICES[name]
+    tests_for_nan = re.findall(r"setp\.(?:num|nan)(?:\.ftz)?\.f32", made("*bf16").ptx)
+    assert len(tests_for_nan) < tile.rows * tile.columns / (32 * tile.warps) / 2
+
+
 @pytest.mark.parametrize("tile", [AMAX_TILE, AMAX_ROW_TILE])
 @pytest.mark.parametrize("keep_nan", [False, True])
 def test_amax_machine_code(tile, keep_nan):
