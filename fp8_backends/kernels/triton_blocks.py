@@ -2,7 +2,7 @@
 
 A program's tile is whole in blocks along both dimensions and gives codes and scales of x and of
 x.t(). For scales of whole rows, a first pass finds the maxima of rows and columns at once; without
-x.t(), one program sweeps twice over some rows, the second time from cache. Results equal
+x.t(), one program sweeps twice over a row, the second time from cache. Results equal
 `scaling.Blocks.quantize`, to the bit.
 """
 
@@ -46,8 +46,8 @@ from .triton_matrix import (
 BANDS = {VECTORS: Tile(32, 128, 4, 128), SQUARES: Tile(64, 128, 4), MX: Tile(64, 64, 4, 80)}
 """A program processes a square of whole blocks, band after band. The registers of a whole square of
 128 would leave one program on a multiprocessor, without overlap of loads."""
-SWEEP_TILE = Tile(4, 1024, 4)
-"""Rows of one program that sweeps twice."""
+SWEEP_TILE = Tile(1, 4096, 8)
+"""A program sweeps twice over one row: those of all programs at a time fit a Hopper GPU's cache."""
 LINE_TILE, LINE_STEPS = Tile(4, 512, 2), 8
 """For maxima of rows and columns: tile, and tiles of one program, one below the other. Maxima of a
 thread's columns stay in registers; maxima of rows go through shared memory, one number a warp."""

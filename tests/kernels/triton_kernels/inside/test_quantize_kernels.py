@@ -305,7 +305,7 @@ def test_maxima_leave_nan_out(parts):
 
 def test_rows_of_more_than_one_tile():
     """One program reads them twice, if columns are not requested."""
-    x = matrix(5, 2100).flip(1)  # the largest first
+    x = matrix(5, 5000).flip(1)  # the largest first
     found = triton_blocks.quantize_blocks(x, ROWS, E4M3, columns=False)
     assert_same(found, Layouts(*ROWS.quantize(x, E4M3)))
 
