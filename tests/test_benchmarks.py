@@ -88,6 +88,14 @@ def test_every_part_of_the_gpu_run_is_rehearsed_on_a_cpu(tmp_path):
     assert deeper["parameters"] > bf16["parameters"]
 
 
+def test_one_scale_by_rows_is_rehearsed(tmp_path):
+    done = run("gpu/one_scale.py", "--runs", "2", "--json", str(tmp_path / "one_scale.json"))
+    assert done.returncode == 0, done.stderr
+    found = records(tmp_path)["one_scale"]["products"]
+    assert [each["product"] for each in found] == ["fprop", "dgrad", "wgrad"]
+    assert all(each["equal"] > 0.99 * each["of"] for each in found)
+
+
 @pytest.mark.parametrize(
     "group", ["first", "first,speed", "steps", "loss", "more", "right", "ranks"]
 )

@@ -143,6 +143,7 @@ deadline=$((SECONDS + 505))
 part more 180 "$python" "$here/step.py" --forms $both $(on "--shape 8b-4layers --sequence 4096 --batch 2" "") $steps $compared --json "$out/step_8b_4096_gpu.json"
 part more 130 "$python" "$here/step.py" --forms $both $(on "--shape 1b --sequence 8192 --batch 1" "") $steps $compared --json "$out/step_1b_8192_gpu.json"
 part more 65 "$python" "$root/tests/gpu/check.py" --features $(on "" "--device cpu") --json "$out/check_features_gpu.json"
+part more 30 "$python" "$here/gpu/one_scale.py" $(on "" "--runs 2") --json "$out/one_scale_gpu.json"
 part more 60 $(ranks) "$here/comm.py" $(on "--elements 1048576,67108864" "--runs 2 --elements 65536") --json "$out/comm_gpu.json"
 
 # loss: what does FP8 cost in loss? Records in DIR are extended

@@ -2,7 +2,7 @@
 
 A program's tile is whole in blocks along both dimensions and gives codes and scales of x and of
 x.t(). For scales of whole rows, a first pass finds the maxima of rows and columns at once; without
-x.t(), one program sweeps twice over some rows, the second time from cache. Results equal
+x.t(), one program sweeps twice over a row, the second time from cache. Results equal
 `scaling.Blocks.quantize`, to the bit.
 """
 
@@ -17,9 +17,11 @@ from ..formats.scaling import MX, ROWS, SQUARES, VECTORS, Blocks
 from . import devices
 from .layouts import Layouts
 from .triton_common import (
+    amax_along,
     as_bits,
     format_max,
     from_bits,
+    larger,
     magnitude,
     power_of_two_scale,
     scale_and_inverse,
@@ -44,8 +46,8 @@ from .triton_matrix import (
 BANDS = {VECTORS: Tile(32, 128, 4, 128), SQUARES: Tile(64, 128, 4), MX: Tile(64, 64, 4, 80)}
 """A program processes a square of whole blocks, band after band. The registers of a whole square of
 128 would leave one program on a multiprocessor, without overlap of loads."""
-SWEEP_TILE = Tile(4, 1024, 4)
-"""Rows of one program that sweeps twice."""
+SWEEP_TILE = Tile(1, 4096, 8)
+"""A program sweeps twice over one row: those of all programs at a time fit a Hopper GPU's cache."""
 LINE_TILE, LINE_STEPS = Tile(4, 512, 2), 8
 """For maxima of rows and columns: tile, and tiles of one program, one below the other. Maxima of a
 thread's columns stay in registers; maxima of rows go through shared memory, one number a warp."""
@@ -193,7 +195,7 @@ def vectors_kernel(
                 x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE
             )
             x = tl.reshape(x, (BAND, blocks, LENGTH))
-            scale, scale_inv = _block_scale(tl.max(magnitude(x), axis=2) * factor, FORMAT, E8M0)
+            scale, scale_inv = _block_scale(amax_along(x, 2) * factor, FORMAT, E8M0)
             codes = to_codes(x * (scale * factor)[:, :, None], FORMAT, HAS_FP8_CASTS)
             store_tile(codes_ptr, tl.reshape(codes, (BAND, SIDE)), i, j, rows, columns)
             store_tile(scale_inv_ptr, scale_inv, i, j_block, rows, tl.cdiv(columns, LENGTH))
@@ -204,7 +206,7 @@ def vectors_kernel(
                 x_ptr, rows, columns, row_stride, at_row, at_column * bands + band, SIDE, BAND
             )
             x = tl.reshape(x, (blocks, LENGTH, BAND))
-            scale, scale_inv = _block_scale(tl.max(magnitude(x), axis=1) * factor, FORMAT, E8M0)
+            scale, scale_inv = _block_scale(amax_along(x, 1) * factor, FORMAT, E8M0)
             codes = to_codes(x * (scale * factor)[:, None, :], FORMAT, HAS_FP8_CASTS)
             store_tile(
                 transposed_ptr, tl.trans(tl.reshape(codes, (SIDE, BAND))), j, i, columns, rows
@@ -244,7 +246,7 @@ def squares_kernel(
         x, _, _ = load_tile(
             x_ptr, rows, columns, row_stride, at_row * bands + band, at_column, BAND, SIDE
         )
-        largest = tl.maximum(largest, magnitude(x))
+        largest = larger(largest, x)
     scale, scale_inv = _block_scale(tl.max(largest) * factor, FORMAT, False)
     down, across = tl.cdiv(rows, SIDE), tl.cdiv(columns, SIDE)
     if codes_ptr is not None:
@@ -359,7 +361,7 @@ def sweep_kernel(
     tile = at_row * 0
     while tile < across:
         x, _, _ = load_tile(x_ptr, rows, columns, row_stride, at_row, tile, TILE_ROWS, TILE_COLUMNS)
-        largest = tl.maximum(largest, magnitude(x))
+        largest = larger(largest, x)
         tile += 1
     scale, scale_inv = scale_and_inverse(tl.max(largest, axis=1) * factor, FORMAT)
     i = at_row.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)

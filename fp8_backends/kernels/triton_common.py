@@ -115,6 +115,20 @@ def magnitude(x):
 
 
 @triton.jit
+def amax_along(x, AXIS: tl.constexpr):
+    """Return the maximum of |x| along an axis, in FP32, without NaN; zero for nothing else."""
+    amax = tl.max(tl.abs(x), axis=AXIS)  # NaN only if all are: `max.f32` drops others
+    return tl.where(amax == amax, amax, 0.0)
+
+
+@triton.jit
+def larger(largest, x):
+    """Return the larger of `largest` and |x|, matrices, and `largest` for NaN. Reduces pairs:
+    unlike `tl.max`, `tl.maximum` keeps NaN in Triton's interpreter."""
+    return tl.max(tl.join(largest, tl.abs(x)), axis=2)
+
+
+@triton.jit
 def as_bits(x):
     """Reinterpret FP32 as int32. For magnitudes the order is kept, with NaN above inf."""
     return x.to(tl.int32, bitcast=True)

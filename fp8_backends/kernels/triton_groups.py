@@ -16,12 +16,13 @@ from ..formats.formats import Format
 from . import devices
 from .layouts import Layouts
 from .triton_common import (
+    amax_along,
     as_bits,
     as_fp32,
     ceil_div,
     format_max,
     from_bits,
-    magnitude,
+    larger,
     scale_and_inverse,
     scale_from_amax,
     scale_inv_of,
@@ -186,12 +187,10 @@ def amax_kernel(
     at = tl.program_id(0) * 0
     while at < columns:
         j = at.to(tl.int64) + tl.arange(0, TILE_COLUMNS)
-        sizes = magnitude(
-            _load(x_ptr + matrix * matrix_stride, source, j, inside, columns, row_stride)
-        )
-        largest = tl.maximum(largest, sizes)
+        x = _load(x_ptr + matrix * matrix_stride, source, j, inside, columns, row_stride)
+        largest = larger(largest, x)
         if LINES and bits_ptr is not None:
-            amax_bits = tl.max(as_bits(sizes), axis=0)
+            amax_bits = as_bits(amax_along(x, 0))
             tl.atomic_max(
                 bits_ptr + owner * padded_columns + j, amax_bits, mask=j < columns, sem="relaxed"
             )

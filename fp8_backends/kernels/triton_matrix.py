@@ -22,6 +22,7 @@ from . import devices
 from .layouts import Layouts
 from .triton_common import (
     OPTIONS,
+    amax_along,
     as_bits,
     as_fp32,
     ceil_div,
@@ -354,7 +355,11 @@ def cast_kernel(
         stored_scale_inv = tl.load(stored_scale_inv_ptr)
     if RULE == "given":
         scale = tl.load(given_ptr)
-        amax = from_bits(tl.max(_magnitude_bits(x, KEEP_NAN))) * stored_scale_inv
+        if KEEP_NAN:
+            amax = from_bits(tl.max(_magnitude_bits(x, True)))
+        else:
+            amax = amax_along(x, None)
+        amax *= stored_scale_inv
         result_bits_ptr = result_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         tl.atomic_max(result_bits_ptr + 1, as_bits(amax), sem="relaxed")
         # NaN has the largest bits, so one inf shows

@@ -91,12 +91,17 @@ MATRICES = {
 }
 
 
+def programs_at_a_time(code: MachineCode, tile) -> int:
+    """Return how many programs fit a multiprocessor."""
+    threads = 32 * tile.warps
+    registers = 65_536 // (-(-code.registers // 8) * 8 * threads)
+    return min(registers, 227 * 1024 // (code.shared + 1024), 2048 // threads)
+
+
 def assert_fast(code: MachineCode, tile, dtype: str) -> None:
     assert code.stack == 0, "registers are spilled"
     assert max(code.widths("ld")) == 128
-    threads = 32 * tile.warps
-    registers = 65_536 // (-(-code.registers // 8) * 8 * threads)
-    programs = min(registers, 227 * 1024 // (code.shared + 1024), 2048 // threads)
+    programs = programs_at_a_time(code, tile)
     assert programs * tile.rows * tile.columns * {"*bf16": 2, "*fp32": 4}[dtype] >= IN_FLIGHT, (
         programs,
         code.registers,
@@ -117,6 +122,20 @@ def test_cast_machine_code(name, dtype):
     assert_rounds_as_the_reference(code)
     assert max(code.widths("st")) == 128
     assert f"cvt.rn.satfinite.{'e5m2' if name == 'cast, given' else 'e4m3'}x2.f32" in code.ptx
+
+
+def test_second_sweep_finds_the_rows_in_cache():
+    """Rows of 14,336 bf16 numbers, in half of the L2 cache of an H200: 50 MB."""
+    tile, made = MATRICES["rows"]
+    rows = 132 * programs_at_a_time(made("*bf16"), tile) * tile.rows
+    assert rows * 14_336 * 2 <= 25e6
+
+
+@pytest.mark.parametrize("name", ["cast, given", "vectors", "squares", "rows"])
+def test_maxima_drop_nan_without_an_instruction_an_element(name):
+    tile, made = MATRICES[name]
+    tests_for_nan = re.findall(r"setp\.(?:num|nan)(?:\.ftz)?\.f32", made("*bf16").ptx)
+    assert len(tests_for_nan) < tile.rows * tile.columns / (32 * tile.warps) / 2
 
 
 @pytest.mark.parametrize("tile", [AMAX_TILE, AMAX_ROW_TILE])

@@ -8,6 +8,11 @@ from triton.language import core
 from triton.runtime import interpreter
 
 
+def pytest_itemcollected(item):
+    """The interpreter's maxima are NumPy's `nanmax`, which warns of nothing but NaN."""
+    item.add_marker(pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning"))
+
+
 @pytest.fixture(autouse=True)
 def triton_interprets(no_fp8_in_environment, monkeypatch):
     """After the fixture that empties the environment: tensors of the CPU go to the kernels."""

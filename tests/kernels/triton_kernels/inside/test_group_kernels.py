@@ -34,8 +34,8 @@ lines_of_experts = functools.partial(grouped_scaling.quantize_experts, lines=Tru
 
 
 def tokens(sizes: list[int], columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, Groups]:
-    """Return magnitudes varying over rows and columns, a subnormal number, rows of zeros, NaN, and
-    an inf in the last group."""
+    """Return magnitudes varying over rows and columns, a subnormal number, rows of zeros, NaN, a row
+    and a column of NaN, and an inf in the last group."""
     rows = sum(sizes)
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * torch.logspace(
         -3, 2, columns
@@ -43,6 +43,7 @@ def tokens(sizes: list[int], columns: int, dtype: torch.dtype) -> tuple[torch.Te
     x *= torch.logspace(-2, 1, rows).unsqueeze(1)
     x[::7], x[:2, 0] = 0, 1e-40
     if rows > 5:
+        x[5], x[:, 7] = torch.nan, -torch.nan
         x[3, 1], x[4, 2], x[-1, -1] = torch.nan, -torch.nan, -torch.inf
     return x.to(dtype), Groups.of(
         torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)), len(sizes)

@@ -7,6 +7,8 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
 
 from fp8_backends.formats import scaling
 from fp8_backends.formats.formats import E4M3, E5M2, saturating_cast
@@ -270,9 +272,40 @@ def test_block_casts_match_reference(blocks, fmt, dtype):
     assert_same(triton_blocks.quantize_blocks(x, blocks, fmt), in_blocks(x, blocks, fmt))
 
 
+PARTS = {
+    "numbers": [1.0, -3.0],
+    "zeros": [0.0, -0.0],
+    "NaN": [torch.nan, -torch.nan],
+    "numbers and NaN": [2.0, -torch.nan, torch.nan],
+    "inf and NaN": [-torch.inf, torch.nan],
+    "zeros and NaN": [-0.0, torch.nan],
+    "subnormal numbers and NaN": [1e-40, -torch.nan],
+}
+
+
+@settings(max_examples=15)
+@given(some.lists(some.sampled_from(sorted(PARTS)), min_size=6, max_size=6))
+def test_maxima_leave_nan_out(parts):
+    """Fill two by three parts of a matrix, some whole blocks and rows, others cut."""
+    x, names = torch.empty(64, 140), iter(parts)
+    for rows in (slice(0, 32), slice(32, 64)):
+        for columns in (slice(0, 32), slice(32, 128), slice(128, 140)):
+            part, values = x[rows, columns], torch.tensor(PARTS[next(names)])
+            part.copy_(values.repeat(-(-part.numel() // len(values)))[: part.numel()].view_as(part))
+    for blocks in (ROWS, VECTORS, SQUARES, MX):
+        found = triton_blocks.quantize_blocks(x, blocks, E4M3)
+        assert_same(found, in_blocks(x, blocks, E4M3))
+    found = triton_blocks.quantize_blocks(x, ROWS, E4M3, columns=False)
+    assert_same(found, Layouts(*ROWS.quantize(x, E4M3)))
+    for scale in (None, torch.tensor(2.0)):
+        expected = expected_of(x, E4M3, scale)
+        expected = expected._replace(amax=expected.amax.abs())  # `aminmax` of zeros is -0.0
+        assert_same(triton_matrix.quantize(x, E4M3, scale), expected)
+
+
 def test_rows_of_more_than_one_tile():
     """One program reads them twice, if columns are not requested."""
-    x = matrix(5, 2100).flip(1)  # the largest first
+    x = matrix(5, 5000).flip(1)  # the largest first
     found = triton_blocks.quantize_blocks(x, ROWS, E4M3, columns=False)
     assert_same(found, Layouts(*ROWS.quantize(x, E4M3)))
 
