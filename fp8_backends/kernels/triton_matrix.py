@@ -28,6 +28,7 @@ from .triton_common import (
     format_max,
     from_bits,
     is_finite,
+    launch,
     magnitude,
     power_of_two_scale,
     scale_from_amax,
@@ -104,7 +105,7 @@ def quantize(
         pointers = matrix, codes, transposed, scale_inv, given, partials, record, stored_scale_inv
         arguments = *pointers, programs, *matrix.shape, matrix.stride(0), how, keep_nan
         grid = (max(tiles_of(matrix, tile), 1),)  # an empty matrix has a scale, too
-        cast_kernel[grid](*arguments, **casting(matrix, fmt), **tiling(tile))
+        launch(cast_kernel, grid, *arguments, **casting(matrix, fmt), **tiling(tile))
     return layouts(codes, scale_inv, transposed, scale_inv, fmt, turned, own_amax)
 
 
@@ -196,9 +197,8 @@ def _partial_amaxes(matrix: torch.Tensor, keep_nan: bool, tile: Tile | None = No
     at_a_time = _AMAX_PROGRAMS_AT_A_TIME * devices.multiprocessors(matrix)
     programs = max(min(tiles, at_a_time, AMAX_PROGRAMS), 1)
     partials = torch.empty(programs, dtype=torch.int32, device=matrix.device)
-    amax_kernel[(programs,)](
-        matrix, partials, *matrix.shape, matrix.stride(0), tiles, keep_nan, **tiling(tile)
-    )
+    arguments = matrix, partials, *matrix.shape, matrix.stride(0), tiles, keep_nan
+    launch(amax_kernel, (programs,), *arguments, **tiling(tile))
     return partials
 
 
