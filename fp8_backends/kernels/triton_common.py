@@ -49,8 +49,8 @@ def ceil_div(number: int, size: int) -> int:
     return -(-number // size)
 
 
-def launch(kernel: JITFunction, grid: tuple[int, ...], *arguments, **constants) -> None:
-    """Run `kernel[grid](*arguments, **constants)` in a third of the host's time.
+def launch(kernel: JITFunction, programs: int, arguments: tuple, constants: dict) -> None:
+    """Run `kernel[(programs,)](*arguments, **constants)` in half of the host's time.
 
     Triton's own binder describes the arguments in every launch (types, alignment, numbers equal to
     1 or divisible by 16), so the kernel is the one that Triton would choose. Only Triton's search
@@ -58,25 +58,20 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], *arguments, **constants) 
     other versions of Triton take Triton's way.
     """
     if _takes_tritons_way(kernel):
-        kernel[grid](*arguments, **constants)
+        kernel[(programs,)](*arguments, **constants)
         return
-    device = driver.active.get_current_device()
+    active = driver.active
+    device = active.get_current_device()
     cache, *_, bind = kernel.device_caches[device]
     values, specialization, options = bind(*arguments, **constants)
     key = (*specialization, *options.items())  # Triton's own keys are strings
     compiled = cache.get(key)
     if compiled is None:
-        cache[key] = kernel[grid](*arguments, **constants)
+        cache[key] = kernel[(programs,)](*arguments, **constants)
         return
+    stream, of_kernel = active.get_current_stream(device), compiled.packed_metadata
     no_hooks = (None, None, None)
-    compiled.run(
-        *(*grid, 1, 1)[:3],
-        driver.active.get_current_stream(device),
-        compiled.function,
-        compiled.packed_metadata,
-        *no_hooks,
-        *values.values(),
-    )
+    compiled.run(programs, 1, 1, stream, compiled.function, of_kernel, *no_hooks, *values.values())
 
 
 def _takes_tritons_way(kernel: JITFunction) -> bool:

@@ -125,8 +125,8 @@ def test_short_launch_runs_the_kernel_of_tritons_own(compiled, launches):
     kernel, runs = triton_matrix.cast_kernel, NothingCompiled.runs
     for pointers, numbers, rule, constants in launches * 2:  # the second time, known
         arguments = (*pointers, *numbers, *rule)
-        triton_common.launch(kernel, (3, 2), *arguments, **constants)
-        kernel[(3, 2)](*arguments, **constants)
+        triton_common.launch(kernel, 3, arguments, constants)
+        kernel[(3,)](*arguments, **constants)
         short, own = runs[-2:]
         made, *grid_stream_function_metadata = own[:7]
         assert short[0] is made and list(short[1:7]) == grid_stream_function_metadata
