@@ -93,8 +93,10 @@ def scaled_product(
     product_dtype = torch.bfloat16 if rowwise else out_dtype
     engine = engine_for(a.codes.device, product_dtype)
     if engine == SCALED_MM:
-        return _scaled_mm(*a, *b, product_dtype, fast_accumulation).to(out_dtype)
-    return exact_product(*a, *b, VALUES[engine], product_dtype).to(out_dtype)
+        product = _scaled_mm(*a, *b, product_dtype, fast_accumulation)
+    else:
+        product = exact_product(*a, *b, VALUES[engine], product_dtype)
+    return product.to(out_dtype) if rowwise else product
 
 
 def block_scaled_product(
@@ -158,10 +160,10 @@ def wgrad_dtype(
 def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Append zeros up to the next multiples in the last two dimensions. A zero code adds nothing to
     a product."""
-    missing = -matrix.shape[-2] % rows, -matrix.shape[-1] % columns
-    if not any(missing):
+    height, width = matrix.shape[-2:]
+    if not (height % rows or width % columns):
         return matrix
-    widths = (0, missing[1], 0, missing[0])
+    widths = (0, -width % columns, 0, -height % rows)
     if matrix.dtype.itemsize > 1:
         return F.pad(matrix, widths)
     # constant_pad has no float8 kernel
@@ -208,7 +210,7 @@ def exact_product(
     # bf16 product of codes is scaled in FP32 and rounded again: at most one more half unit in the
     # last place
     with _in_own_dtypes(a):
-        if cpu_casts.serves(a) or cpu_casts.serves(b):
+        if cpu_casts.is_on_host(a) and max(a.numel(), b.numel()) >= cpu_casts.FEWEST_TO_CAST:
             return cpu_casts.product(a, b, a_scale_inv, b_scale_inv.t(), values_dtype, out_dtype)
         product = torch.mm(a.to(values_dtype), b.to(values_dtype).t())
         return (product.float() * a_scale_inv * b_scale_inv.t()).to(out_dtype)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from ..formats.formats import E4M3, FP16, Format
+from ..formats.formats import E4M3, FP16, FP32, Format
 from ..formats.scaling import Blocks, Quantized, e8m0_values
 from .triton_gate import is_eager
 
@@ -31,9 +31,30 @@ _BITS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFFFFFF)}
 """Bytes of an element: integer of that size, mask of its magnitude bits."""
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Return True for an eager CPU tensor: its numbers can be read without waiting."""
+    return is_eager(tensor) and tensor.device.type == "cpu"
+
+
 def serves(tensor: torch.Tensor) -> bool:
     """Return True for an eager CPU tensor with enough elements to gain."""
-    return is_eager(tensor) and tensor.device.type == "cpu" and tensor.numel() >= FEWEST_TO_CAST
+    return is_on_host(tensor) and tensor.numel() >= FEWEST_TO_CAST
+
+
+def scale_from_amax(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return `scaling.scale_from_amax` of one amax, without seven operators.
+
+    A quotient of FP32 numbers rounds to the same FP32 number by way of FP64, which has more than
+    twice the bits.
+    """
+    number = amax.item()
+    scale = min(fmt.max / number, FP32.max) if 0 < number < math.inf else 1.0
+    return amax.new_full((), scale)
+
+
+def scale_inv_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """Return `scaling.scale_inv_of` of one scale."""
+    return scale.reciprocal() if amax.item() < math.inf else torch.full_like(scale, math.nan)
 
 
 def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -6,8 +6,13 @@ FP8 units contract only along contiguous memory. Triton kernels write both layou
 CPU, and under `torch.compile`, codes are computed once and products read views.
 """
 
+import functools
+import math
+from types import ModuleType
+
 import torch
 
+from ..formats import scaling
 from ..formats.formats import Format, saturating_cast
 from ..formats.scaling import (
     DYNAMIC,
@@ -16,8 +21,6 @@ from ..formats.scaling import (
     Blocks,
     Quantized,
     power_of_two_scale,
-    scale_from_amax,
-    scale_inv_of,
     tensor_amax,
     times,
     window_scale,
@@ -57,9 +60,7 @@ def quantize(
         amax: FP32, 0-dim: max |x| if known, to save a pass over x.
     """
     if usable(x):
-        from . import triton_matrix  # Triton takes a second to load
-
-        return triton_matrix.quantize(
+        return _triton_matrix().quantize(
             *(x, fmt, scale, rows, columns),
             how=how,
             window_state=window_state,
@@ -67,24 +68,25 @@ def quantize(
             record=record,
             amax=amax,
         )
-    keep_nan, in_parts = how != DYNAMIC, cpu_casts.serves(x)
+    keep_nan, on_host = how != DYNAMIC, cpu_casts.is_on_host(x)
+    rules = cpu_casts if on_host else scaling
     if amax is None:
-        amax = _amax_of(x, keep_nan, scale is not None, in_parts)
+        amax = _amax_of(x, keep_nan, scale is not None, on_host)
     if stored_scale_inv is not None:
         amax = amax * stored_scale_inv
     if record is not None:
         recorded = record.view(torch.float32)
         recorded.copy_((torch.maximum if keep_nan else torch.fmax)(recorded, amax))
     if scale is None and how == DYNAMIC:
-        scale = scale_from_amax(amax, fmt)
+        scale = rules.scale_from_amax(amax, fmt)
     elif scale is None and how == POWER_OF_TWO:
         scale = power_of_two_scale(amax, fmt)
     elif scale is None:
         scale = window_scale(window_state.unsqueeze(0), 0, amax, fmt)
-    scale_inv = scale_inv_of(scale, amax)
+    scale_inv = rules.scale_inv_of(scale, amax)
     if stored_scale_inv is not None:
         scale = scale * stored_scale_inv  # exact, since the stored scale is a power of two
-    if in_parts:
+    if on_host and x.numel() >= cpu_casts.FEWEST_TO_CAST:
         codes = cpu_casts.cast(x, scale, fmt)
     else:
         codes = saturating_cast(x.float() * scale, fmt)
@@ -108,7 +110,7 @@ def quantize_blocks(
         x, fmt, rows, columns, stored_scale_inv: as in `quantize`.
     """
     if usable(x):
-        from . import triton_blocks as kernels  # as above
+        from . import triton_blocks as kernels  # Triton takes a second to load
 
         return kernels.quantize_blocks(
             x, blocks, fmt, rows, columns, stored_scale_inv=stored_scale_inv
@@ -140,19 +142,26 @@ def amax_of(
     """Return max |x| in FP32, 0-dim, ignoring NaN unless `keep_nan`. is_only_recorded: no cast
     waits for the amax."""
     if usable(x):
-        from . import triton_matrix  # as above
+        return _triton_matrix().amax(x, keep_nan)
+    return _amax_of(x, keep_nan, is_only_recorded, cpu_casts.is_on_host(x))
 
-        return triton_matrix.amax(x, keep_nan)
-    return _amax_of(x, keep_nan, is_only_recorded, cpu_casts.serves(x))
+
+@functools.cache
+def _triton_matrix() -> ModuleType:
+    """Import the kernels at their first use. An import statement in a function takes microseconds
+    each time."""
+    from . import triton_matrix
+
+    return triton_matrix
 
 
 def _amax_of(
-    x: torch.Tensor, keep_nan: bool, is_only_recorded: bool, in_parts: bool
+    x: torch.Tensor, keep_nan: bool, is_only_recorded: bool, on_host: bool
 ) -> torch.Tensor:
-    if in_parts and not keep_nan:
+    if on_host and not keep_nan:
         amax = tensor_amax(x)
         # copies x only if it has a NaN
-        return amax if amax == amax else tensor_amax(without_nan(x))
+        return tensor_amax(without_nan(x)) if math.isnan(amax.item()) else amax
     x = x if keep_nan else without_nan(x)
     if not torch.compiler.is_compiling():
         return tensor_amax(x)

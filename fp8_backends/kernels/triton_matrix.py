@@ -29,6 +29,7 @@ from .triton_common import (
     format_max,
     from_bits,
     is_finite,
+    launch,
     magnitude,
     power_of_two_scale,
     scale_from_amax,
@@ -90,22 +91,18 @@ def quantize(
     a stride of 1."""
     matrix, turned = row_major(x)
     rows, columns = (columns, rows) if turned else (rows, columns)
-    keep_nan, partials, programs = how != DYNAMIC, None, 0
+    keep_nan, partials, count = how != DYNAMIC, None, 0
     codes, transposed = empty_codes(matrix, rows, columns)
     with devices.on_device_of(matrix):
         if scale is None:
-            partials = (
-                _partial_amaxes(matrix, keep_nan)
-                if amax is None
-                else amax.view(torch.int32).view(1)
-            )
-            programs = partials.numel()
+            partials = _partial_amaxes(matrix, keep_nan) if amax is None else amax.view(torch.int32)
+            count = partials.numel()
         scale_inv, own_amax = _zeroed_result(matrix)
         given, how = (window_state, how) if scale is None else (scale, "given")
         pointers = matrix, codes, transposed, scale_inv, given, partials, record, stored_scale_inv
-        arguments = *pointers, programs, *matrix.shape, matrix.stride(0), how, keep_nan
-        grid = (max(tiles_of(matrix, tile), 1),)  # an empty matrix has a scale, too
-        cast_kernel[grid](*arguments, **casting(matrix, fmt), **tiling(tile))
+        arguments = *pointers, count, *matrix.shape, matrix.stride(0), how, keep_nan
+        programs = max(tiles_of(matrix, tile), 1)  # an empty matrix has a scale, too
+        launch(cast_kernel, programs, arguments, {**casting(matrix, fmt), **tiling(tile)})
     return layouts(codes, scale_inv, transposed, scale_inv, fmt, turned, own_amax)
 
 
@@ -191,15 +188,16 @@ def casting(matrix: torch.Tensor, fmt: Format) -> dict[str, object]:
 
 def _partial_amaxes(matrix: torch.Tensor, keep_nan: bool, tile: Tile | None = None) -> torch.Tensor:
     """Return bits of the maxima of parts of a matrix: int32, at most AMAX_PROGRAMS."""
-    matrix = matrix.view(1, matrix.numel()) if matrix.is_contiguous() else matrix
-    tile = tile or (AMAX_TILE if matrix.shape[0] == 1 else AMAX_ROW_TILE)
-    tiles = tiles_of(matrix, tile)
+    (rows, columns), row_stride = matrix.shape, matrix.stride(0)
+    if matrix.is_contiguous():
+        rows, columns, row_stride = 1, rows * columns, rows * columns
+    tile = tile or (AMAX_TILE if rows == 1 else AMAX_ROW_TILE)
+    tiles = ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns)
     at_a_time = _AMAX_PROGRAMS_AT_A_TIME * devices.multiprocessors(matrix)
     programs = max(min(tiles, at_a_time, AMAX_PROGRAMS), 1)
     partials = torch.empty(programs, dtype=torch.int32, device=matrix.device)
-    amax_kernel[(programs,)](
-        matrix, partials, *matrix.shape, matrix.stride(0), tiles, keep_nan, **tiling(tile)
-    )
+    arguments = matrix, partials, rows, columns, row_stride, tiles, keep_nan
+    launch(amax_kernel, programs, arguments, tiling(tile))
     return partials
 
 

@@ -233,6 +233,20 @@ def codes_of_one(blocks, x):
     return Quantized(codes, blocks.repeated(torch.ones((), device=x.device), x.shape))
 
 
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_scales_on_the_host_equal_the_rules(fmt):
+    """Draw amaxes of every exponent, and take the ends: 0, the smallest, the largest, inf, NaN."""
+    exponents = torch.arange(255).repeat(4)
+    mantissas = torch.randint(2**23, exponents.shape, generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([0, 1, 0x7F7FFFFF, 0x7F800000, 0x7FC00000])
+    amaxes = torch.cat([exponents << 23 | mantissas, ends]).to(torch.int32).view(torch.float32)
+    scales = scale_from_amax(amaxes, fmt)
+    on_host = [cpu_casts.scale_from_amax(amax, fmt) for amax in amaxes]
+    inverses = torch.stack(list(map(cpu_casts.scale_inv_of, on_host, amaxes)))
+    assert torch.equal(torch.stack(on_host).view(torch.int32), scales.view(torch.int32))
+    assert torch.equal(inverses.view(torch.int32), scale_inv_of(scales, amaxes).view(torch.int32))
+
+
 def test_transpose_is_a_view_without_nan():
     made = quantization.quantize_blocks(matrix(300, 128, torch.bfloat16), VECTORS, E4M3)
     assert made.transposed.t().is_contiguous() and made.codes.is_contiguous()

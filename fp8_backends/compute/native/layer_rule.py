@@ -26,7 +26,7 @@ from ...kernels.layouts import Layouts
 from ...tensors.block_codes import BlockCodes
 from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import agreed_over, is_distributed
-from ..counts import DGRAD, KINDS, WGRAD
+from ..counts import KINDS, WGRAD
 from ..products import block_scaled_product, scaled_product
 from ..refusals import is_parallel
 
@@ -187,7 +187,8 @@ def quantized(
     if scales.blocks is not None:
         blocks = scales.weight_blocks if tensor == WEIGHT else scales.blocks
         return in_blocks(matrix, blocks, fmt, rows, columns, split, stored_scale_inv)
-    scale, how = scales.given_scale(state, tensor), scales.from_amax(tensor)
+    scale = None if state is None else scales.given_scale(state, tensor)
+    how = scales.from_amax(tensor)
     if split is not None and scale is None:
         amax = split.agreed(quantization.amax_of(matrix, scales.keeps_nan))
     return quantization.quantize(
@@ -215,16 +216,15 @@ def quantized_gradient(
 ) -> Layouts:
     """Quantize an output's gradient [tokens, out] for its products, twice for two formats."""
 
-    def cast(product: str, rows: bool, columns: bool) -> Layouts:
-        fmt = rule.format_of(GRAD_OUTPUT, product)
+    def cast(fmt: Format, rows: bool, columns: bool) -> Layouts:
         return quantized(dy, fmt, rule, state, GRAD_OUTPUT, rows, columns, record, split)
 
     if rule.wgrad_format is None or not for_wgrad:
-        return cast(DGRAD, for_dgrad, for_wgrad)
-    of_wgrad = cast(WGRAD, False, True)
+        return cast(rule.gradient_format, for_dgrad, for_wgrad)
+    of_wgrad = cast(rule.wgrad_format, False, True)
     if not for_dgrad:
         return of_wgrad
-    of_dgrad = cast(DGRAD, True, False)
+    of_dgrad = cast(rule.gradient_format, True, False)
     return Layouts(*of_dgrad.along_columns(), *of_wgrad.along_rows())
 
 
@@ -357,7 +357,8 @@ class PlainWeight:
         def cast() -> Layouts:
             return matrix.quantized(rule, layer.fp8_scaling, columns, newest, amax, split)
 
-        if rule.scales.moves_in_forward:  # anew in every forward
+        # anew in every forward
+        if rule.scales.moves_in_forward or not layer.fp8_shared.keeps_weights:
             return cast()
         return layer.fp8_shared.of_weight(layer, (rule,), cast)
 

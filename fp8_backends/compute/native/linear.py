@@ -110,19 +110,22 @@ class FP8Products(KeepsLedger):
             return super()._apply(fn, recurse)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rule, weight = self.fp8_rule, self.weight
         training = self.fp8_shared.is_training(self)
         out_dtype = result_dtype(input)
-        in_fp8 = self.fp8_rule.runs_in_fp8(training)
+        in_fp8 = rule.runs_in_fp8(training)
         has_product = input.is_floating_point() and input.numel() > 0
         if not (in_fp8 and has_product and out_dtype in COMPUTE_DTYPES):
             return self._forward_without_fp8(input, out_dtype, in_fp8)
         self._check(input)
-        self._follow(self.weight.device)
-        if not torch.compiler.is_compiling():
+        self._follow(weight.device)
+        # a module's `__setattr__` takes microseconds
+        if not torch.compiler.is_compiling() and self.fp8_out_dtype != out_dtype:
             self.fp8_out_dtype = out_dtype
-        operands = Operands(input, self.weight, self.bias, None, input, input)
-        if self.fp8_cut is not None or is_distributed(self.weight):
+        if self.fp8_cut is not None or is_distributed(weight):
             operands = PARALLEL["operands"](self, input)
+        else:
+            operands = Operands(input, weight, self.bias, None, input, input)
         x, weight, bias, cut = operands[:4]
         kind = kind_of(weight)
         stored = kind.read(weight, gathered_codes.FPROP)
@@ -134,7 +137,6 @@ class FP8Products(KeepsLedger):
         for_dgrad = differentiable and input.requires_grad
         x8 = self._quantized_input(operands, for_wgrad, recorded)
         w8 = kind.quantized(self, matrix, for_dgrad, recorded, split_of(cut, WEIGHT))
-        rule = self.fp8_rule
         amaxes = ()
         if recorded is not None:
             amaxes = x8.amax, w8.amax if rule.scales.records_weight else None
@@ -294,15 +296,20 @@ class LinearFunction(torch.autograd.Function):
             amax = None if call.state is None else dy8.amax
             call.ledger.backward(rule, fp8_dgrad, fp8_wgrad, amax)
         if needs_dgrad:
-            dx = _dgrad(call, dy, dy8, saved[-2:]).to(ctx.x_dtype).reshape(ctx.x_shape)
+            dx = _as(ctx.x_dtype, _dgrad(call, dy, dy8, saved[-2:])).reshape(ctx.x_shape)
         if needs_wgrad:
             in_blocks = rule.scales.blocks is not None
             dw_dtype = wgrad_dtype(in_blocks, dy.device, ctx.weight_dtype, call.out_dtype)
-            dw = _wgrad(rule, dy, dy8, *saved[:2], dw_dtype).to(ctx.weight_dtype)
+            dw = _as(ctx.weight_dtype, _wgrad(rule, dy, dy8, *saved[:2], dw_dtype))
             dw = dw.t() if call.transposed else dw
         if needs_bias:
             db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantized gradient
         return dx, dw, db, None, None, None, None
+
+
+def _as(dtype: torch.dtype, result: torch.Tensor) -> torch.Tensor:
+    """Return `result.to(dtype)`, which takes microseconds to change nothing."""
+    return result if result.dtype == dtype else result.to(dtype)
 
 
 def _dgrad(call: Call, dy, dy8, saved) -> torch.Tensor:

@@ -148,9 +148,10 @@ class SharedCodes(Modes):
         if version != x._version:
             codes = {}
             self._inputs[x] = (x._version, codes)
-        if key not in codes:
-            codes[key] = quantize()
-        return codes[key]
+        found = codes.get(key)
+        if found is None:
+            found = codes[key] = quantize()
+        return found
 
     def keep_weights(self, keep: bool) -> None:
         self.keeps_weights = keep
