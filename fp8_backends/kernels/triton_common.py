@@ -30,7 +30,7 @@ TYPES = {
 }
 """Types that kernels read, by dtype."""
 
-_RUNS_COMPILED = triton.__version__.startswith(("3.6.", "3.7."))
+_RUNS_COMPILED = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 """True for versions of Triton whose compiled kernels take the arguments that `launch` passes."""
 
 _FORMATS = tl.constexpr(
