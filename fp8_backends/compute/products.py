@@ -96,7 +96,9 @@ def scaled_product(
         product = _scaled_mm(*a, *b, product_dtype, fast_accumulation)
     else:
         product = exact_product(*a, *b, VALUES[engine], product_dtype)
-    return product.to(out_dtype) if rowwise else product
+    if rowwise:
+        product = product.to(out_dtype)
+    return product
 
 
 def block_scaled_product(

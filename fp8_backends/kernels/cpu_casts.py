@@ -48,13 +48,16 @@ def scale_from_amax(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
     twice the bits.
     """
     number = amax.item()
-    scale = min(fmt.max / number, FP32.max) if 0 < number < math.inf else 1.0
-    return amax.new_full((), scale)
+    if not 0 < number < math.inf:
+        return torch.ones_like(amax)
+    return amax.new_full((), min(fmt.max / number, FP32.max))
 
 
 def scale_inv_of(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """Return `scaling.scale_inv_of` of one scale."""
-    return scale.reciprocal() if amax.item() < math.inf else torch.full_like(scale, math.nan)
+    if amax.item() < math.inf:
+        return scale.reciprocal()
+    return torch.full_like(scale, math.nan)
 
 
 def cast(x: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -69,14 +69,17 @@ def launch(kernel: JITFunction, programs: int, arguments: tuple, constants: dict
     if compiled is None:
         cache[key] = kernel[(programs,)](*arguments, **constants)
         return
-    stream, of_kernel = active.get_current_stream(device), compiled.packed_metadata
-    no_hooks = (None, None, None)
-    compiled.run(programs, 1, 1, stream, compiled.function, of_kernel, *no_hooks, *values.values())
+    run = compiled.run
+    loaded = compiled.function, compiled.packed_metadata
+    no_hooks = None, None, None
+    stream = active.get_current_stream(device)
+    run(programs, 1, 1, stream, *loaded, *no_hooks, *values.values())
 
 
 def _takes_tritons_way(kernel: JITFunction) -> bool:
     runtime = knobs.runtime
-    entered, left = runtime.launch_enter_hook, runtime.launch_exit_hook
+    entered = runtime.launch_enter_hook
+    left = runtime.launch_exit_hook
     return bool(
         not _RUNS_COMPILED
         or type(kernel) is not JITFunction  # the interpreter's

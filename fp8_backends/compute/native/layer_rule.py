@@ -187,8 +187,7 @@ def quantized(
     if scales.blocks is not None:
         blocks = scales.weight_blocks if tensor == WEIGHT else scales.blocks
         return in_blocks(matrix, blocks, fmt, rows, columns, split, stored_scale_inv)
-    scale = None if state is None else scales.given_scale(state, tensor)
-    how = scales.from_amax(tensor)
+    scale, how = scales.given_scale(state, tensor), scales.from_amax(tensor)
     if split is not None and scale is None:
         amax = split.agreed(quantization.amax_of(matrix, scales.keeps_nan))
     return quantization.quantize(

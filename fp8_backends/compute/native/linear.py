@@ -110,7 +110,8 @@ class FP8Products(KeepsLedger):
             return super()._apply(fn, recurse)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rule, weight = self.fp8_rule, self.weight
+        rule = self.fp8_rule
+        weight = self.weight
         training = self.fp8_shared.is_training(self)
         out_dtype = result_dtype(input)
         in_fp8 = rule.runs_in_fp8(training)
