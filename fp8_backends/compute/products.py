@@ -16,7 +16,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from ..formats.scaling import MX, SQUARES, Blocks, Quantized
+from ..formats.scaling import MX, ROWS, SQUARES, VECTORS, Blocks, Quantized
 from ..kernels import cpu_casts
 from ..kernels.quantize import dequantize_blocks
 from . import hardware
@@ -66,6 +66,15 @@ engine_for = torch.compiler.assume_constant_result(engine_for)
 _cpu_multiplies = torch.compiler.assume_constant_result(hardware.cpu_multiplies)
 
 
+def product_dtype(blocks: Blocks | None, out_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a product of codes in these blocks is computed, before a cast to
+    `out_dtype`. In blocks of the contraction: fp16 by way of FP32."""
+    if blocks is None:
+        return out_dtype
+    is_bf16 = blocks is ROWS or out_dtype == torch.bfloat16
+    return torch.bfloat16 if is_bf16 else torch.float32
+
+
 def scaled_product(
     a: Quantized,
     b: Quantized,
@@ -90,12 +99,12 @@ def scaled_product(
     assert a.scale_inv.shape == ((m, 1) if rowwise else ()) and b.scale_inv.shape == (
         (n, 1) if rowwise else ()
     )
-    product_dtype = torch.bfloat16 if rowwise else out_dtype
-    engine = engine_for(a.codes.device, product_dtype)
+    dtype = product_dtype(ROWS if rowwise else None, out_dtype)
+    engine = engine_for(a.codes.device, dtype)
     if engine == SCALED_MM:
-        product = _scaled_mm(*a, *b, product_dtype, fast_accumulation)
+        product = _scaled_mm(*a, *b, dtype, fast_accumulation)
     else:
-        product = exact_product(*a, *b, VALUES[engine], product_dtype)
+        product = exact_product(*a, *b, VALUES[engine], dtype)
     if rowwise:
         product = product.to(out_dtype)
     return product
@@ -110,15 +119,14 @@ def block_scaled_product(
     assert not (a.codes.dtype == b.codes.dtype == torch.float8_e5m2), (
         "no GPU multiplies E5M2 by E5M2"
     )
-    # fp16 by way of FP32
-    product_dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    assert a_blocks is MX or a_blocks is VECTORS, "no product multiplies codes in other blocks"
+    dtype = product_dtype(a_blocks, out_dtype)
     has_e5m2 = torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype)
-    engine = engine_for(
-        a.codes.device, product_dtype, "mxfp8" if a_blocks is MX else "blockwise", has_e5m2
-    )
+    scaling = "mxfp8" if a_blocks is MX else "blockwise"
+    engine = engine_for(a.codes.device, dtype, scaling, has_e5m2)
     if engine == SCALED_MM:
         multiply = _mx_scaled_mm if a_blocks is MX else _vector_scaled_mm
-        product = multiply(a, b, b_blocks, product_dtype)
+        product = multiply(a, b, b_blocks, dtype)
         return product.narrow(0, 0, a.codes.shape[0]).narrow(1, 0, b.codes.shape[0]).to(out_dtype)
     with _in_own_dtypes(a.codes):
         values = (

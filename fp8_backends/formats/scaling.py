@@ -14,7 +14,7 @@ module, and a scale in bf16 is a wrong scale.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -358,11 +358,27 @@ def _rolled_window(rows: torch.Tensor, fmt: Format) -> torch.Tensor:
     return torch.cat([new_bits[0], new_rolls.unsqueeze(-1), *new_bits[1:]], -1)
 
 
-# The rules. Each is one object, and whoever needs to know something of a rule asks it
-
 DYNAMIC, POWER_OF_TWO, JUST_IN_TIME = "dynamic", "power_of_two", "window"
-"""How kernels choose a scale from an amax: `scale_from_amax`, `power_of_two_scale`,
-`window_scale`. Only the first leaves NaN out of the amax."""
+"""How a scale follows from an amax. Only the first leaves NaN out of the amax."""
+
+
+def scale_by(
+    how: str, amax: torch.Tensor, fmt: Format, state: torch.Tensor | None, tensor: int
+) -> torch.Tensor:
+    """Return the scale of an amax: FP32, of the amax's shape. Triton kernels compute the same.
+
+    state: for JUST_IN_TIME, the layer's, int32 [..., 3, 2 + WINDOW], of which `tensor` is a row.
+    """
+    if how == DYNAMIC:
+        return scale_from_amax(amax, fmt)
+    if how == POWER_OF_TWO:
+        return power_of_two_scale(amax, fmt)
+    if how == JUST_IN_TIME:
+        return window_scale(state, tensor, amax, fmt)
+    raise NotImplementedError(f"no scale follows from an amax by {how!r}")
+
+
+# The rules. Each is one object, and whoever needs to know something of a rule asks it
 
 
 class Rule:
@@ -418,15 +434,36 @@ class Rule:
         return None
 
     def from_amax(self, tensor: int) -> str:
-        """Return how kernels choose a scale: DYNAMIC, POWER_OF_TWO or JUST_IN_TIME."""
+        """Return how a scale follows from an amax: DYNAMIC, POWER_OF_TWO or JUST_IN_TIME. Another
+        way is a line of `scale_by`, and of `_scale_of` in `kernels/triton_matrix.py`."""
         return DYNAMIC
 
+    @final  # casts ask `given_scale` and `from_amax`, and would not meet another formula
     def scale(
         self, amax: torch.Tensor, fmt: Format, tensor: int, state: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the scale for INPUT, WEIGHT or GRAD_OUTPUT: FP32, of the amax's shape. `state` is
         the layer's, read only."""
-        return scale_from_amax(amax, fmt)
+        given = self.given_scale(state, tensor)
+        return (
+            scale_by(self.from_amax(tensor), amax, fmt, state, tensor) if given is None else given
+        )
+
+    def rolled(self, states: torch.Tensor, formats: tuple[Format, Format, Format]) -> torch.Tensor:
+        """Return the states of any number of layers after an optimizer step."""
+        raise NotImplementedError(f"{self.name} does not say how its states roll")
+
+    def rolled_in_forward(
+        self,
+        states: torch.Tensor,
+        format_max: torch.Tensor,
+        margin: int,
+        algorithm: str,
+        interval: int,
+    ) -> torch.Tensor:
+        """Return them after a forward, if the rule `moves_in_forward`, as in
+        `rolled_delayed_states`."""
+        raise NotImplementedError(f"{self.name} does not say how its states roll in a forward")
 
     def check_state(self, state: torch.Tensor, name: str, advice: str) -> None:
         """Raise `FP8BackendError` for numbers in a saved state that the rule cannot produce.
@@ -454,8 +491,8 @@ class Delayed(Rule):
     def given_scale(self, state, tensor):
         return delayed_scale(state, tensor)
 
-    def scale(self, amax, fmt, tensor, state):
-        return delayed_scale(state, tensor)
+    def rolled_in_forward(self, states, format_max, margin, algorithm, interval):
+        return rolled_delayed_states(states, format_max, margin, algorithm, interval)
 
     def check_state(self, state, name, advice):
         super().check_state(state, name, advice)
@@ -478,13 +515,7 @@ class Window(Rule):
     def from_amax(self, tensor):
         return POWER_OF_TWO if tensor == WEIGHT else JUST_IN_TIME
 
-    def scale(self, amax, fmt, tensor, state):
-        if tensor == WEIGHT:
-            return power_of_two_scale(amax, fmt)
-        return window_scale(state, tensor, amax, fmt)
-
-    def rolled(self, states: torch.Tensor, formats: tuple[Format, Format, Format]) -> torch.Tensor:
-        """Return the states of any number of layers after an optimizer step."""
+    def rolled(self, states, formats):
         return rolled_window_states(states, formats)
 
     def check_state(self, state, name, advice):

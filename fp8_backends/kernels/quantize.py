@@ -16,14 +16,11 @@ from ..formats import scaling
 from ..formats.formats import Format, saturating_cast
 from ..formats.scaling import (
     DYNAMIC,
-    POWER_OF_TWO,
     ROWS,
     Blocks,
     Quantized,
-    power_of_two_scale,
     tensor_amax,
     times,
-    window_scale,
     without_nan,
 )
 from . import cpu_casts
@@ -79,10 +76,9 @@ def quantize(
         recorded.copy_((torch.maximum if keep_nan else torch.fmax)(recorded, amax))
     if scale is None and how == DYNAMIC:
         scale = rules.scale_from_amax(amax, fmt)
-    elif scale is None and how == POWER_OF_TWO:
-        scale = power_of_two_scale(amax, fmt)
     elif scale is None:
-        scale = window_scale(window_state.unsqueeze(0), 0, amax, fmt)
+        state = None if window_state is None else window_state.unsqueeze(0)
+        scale = scaling.scale_by(how, amax, fmt, state, 0)
     scale_inv = rules.scale_inv_of(scale, amax)
     if stored_scale_inv is not None:
         scale = scale * stored_scale_inv  # exact, since the stored scale is a power of two

@@ -41,7 +41,6 @@ from fp8_backends.formats.scaling import (
     Quantized,
     Rule,
     new_window_state,
-    power_of_two_scale,
     record_amax,
     rolled_window_states,
     tensor_amax,
@@ -201,9 +200,6 @@ class PowerOfTwo(Rule):
 
     def from_amax(self, tensor):
         return POWER_OF_TWO
-
-    def scale(self, amax, fmt, tensor, state):
-        return power_of_two_scale(amax, fmt)
 
 
 def test_experts_ask_another_rule_for_its_scale():

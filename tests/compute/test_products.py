@@ -10,7 +10,11 @@ from torch import nn
 
 import fp8_backends
 from fp8_backends import resolve
+from fp8_backends.compute import hardware
+from fp8_backends.compute import products as engines
 from fp8_backends.errors import RecipeError
+from fp8_backends.formats.formats import E4M3
+from fp8_backends.formats.scaling import INPUT, Rule
 
 RULES = ("dynamic", "rowwise", "blockwise", "mxfp8")
 SIZES = 40, 64, 48
@@ -156,3 +160,40 @@ def test_a_gpu_accepts_the_operands_of_both_formats(base, products, monkeypatch)
     assert len(rules.products) == 3
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours.float() - theirs.float()).norm() < 0.1 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scaling", RULES)
+def test_the_proof_names_the_engine_that_multiplies(scaling, dtype, monkeypatch):
+    """On a CPU with bf16 products: rowwise results are computed in bf16 whatever their dtype."""
+    read = []
+
+    class Engines(dict):
+        def __getitem__(self, engine):
+            read.append(engine)
+            return super().__getitem__(engine)
+
+    monkeypatch.setattr(hardware, "cpu_bf16", lambda: True)
+    monkeypatch.setattr(engines, "VALUES", Engines(engines.VALUES))
+    model = nn.Sequential(nn.Linear(32, 32))
+    fp8_backends.prepare(model, None, f"native:{scaling}")
+    model.to(dtype)(torch.randn(32, 32, dtype=dtype))
+    assert {*read} == {model[0].fp8_engine}
+
+
+def test_a_rule_that_says_too_little_is_an_error():
+    class Cube(Rule):
+        name = "cube"
+
+        def from_amax(self, tensor):
+            return "cube root"
+
+    amax, states = torch.tensor(2.0), torch.zeros(1, 3, 4, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="'cube root'"):
+        Cube().scale(amax, E4M3, INPUT, None)
+    for roll in (
+        lambda: Cube().rolled(states, (E4M3, E4M3, E4M3)),
+        lambda: Cube().rolled_in_forward(states, amax, 0, "max", 1),
+    ):
+        with pytest.raises(NotImplementedError, match="cube does not say"):
+            roll()

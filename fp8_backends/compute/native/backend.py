@@ -20,7 +20,6 @@ from ...formats.scaling import (
     RULES,
     SQUARES,
     Quantized,
-    rolled_delayed_states,
 )
 from ...kernels.triton_gate import usable
 from ...tensors.block_codes import RAW_CODES, SQUARE_CODES, BlockCodes, CodeLayout, dequantize_bias
@@ -275,11 +274,8 @@ class RollDelayedStates:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.margin, self.interval, self.algorithm = (
-            recipe.margin,
-            recipe.interval,
-            recipe.amax_compute_algo,
-        )
+        self.rule = RULES[recipe.scaling]
+        self.arguments = recipe.margin, recipe.amax_compute_algo, recipe.interval
         forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
         self.format_max = (forward.max, forward.max, gradient.max)
 
@@ -295,12 +291,7 @@ class RollDelayedStates:
                 torch.full((1,), most, dtype=torch.float32, device=states.device)
                 for most in self.format_max
             ]
-            _write(
-                group,
-                rolled_delayed_states(
-                    states, torch.cat(limits), self.margin, self.algorithm, self.interval
-                ),
-            )
+            _write(group, self.rule.rolled_in_forward(states, torch.cat(limits), *self.arguments))
 
 
 def _write(states: list[torch.Tensor], stacked: torch.Tensor) -> None:

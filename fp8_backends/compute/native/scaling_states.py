@@ -24,7 +24,7 @@ from ...formats.formats import E5M2
 from ...formats.scaling import HISTORY, INPUT, WEIGHT
 from ...torch_tools.backward_end import inside_backward
 from ..counts import FPROP, RECOMPUTED, Modes, ProductCounts
-from ..products import engine_for
+from ..products import engine_for, product_dtype
 from .layer_rule import LayerRule
 from .weights import kind_of, read
 
@@ -249,12 +249,11 @@ class KeepsLedger(nn.Module):
     @property
     def fp8_engine(self) -> str:
         """The engine for the dtype of the layer's last FP8 result (bf16 before any)."""
-        rule, device = self.fp8_rule, self.weight.device
-        scaling, has_e5m2 = (
-            rule.scaling if rule.scales.cuts_contraction else "dynamic",
-            E5M2 in (rule.gradient_format, rule.wgrad_format),
-        )
-        return engine_for(device, self.fp8_out_dtype, scaling, has_e5m2)
+        rule = self.fp8_rule
+        dtype = product_dtype(rule.scales.blocks, self.fp8_out_dtype)
+        scaling = rule.scaling if rule.scales.cuts_contraction else "dynamic"
+        has_e5m2 = E5M2 in (rule.gradient_format, rule.wgrad_format)
+        return engine_for(self.weight.device, dtype, scaling, has_e5m2)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
