@@ -117,6 +117,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "backend, processes",
     [nightly("native:delayed", 1), ("ao:tensorwise", 2), nightly("msamp:O2", 1)],

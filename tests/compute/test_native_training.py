@@ -175,7 +175,7 @@ def test_recomputation_runs_in_the_mode_of_the_first_forward(scaling, use_reentr
     "scaling,stored,use_reentrant",
     [
         ("window", "FP16", None),
-        ("mxfp8", "plain", True),
+        nightly("mxfp8", "plain", True),
         nightly("delayed", "E4M3", None),
         nightly("rowwise", "E4M3", None),
         nightly("dynamic", "FP16", None),

@@ -120,6 +120,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.nightly
 def test_products_tests_pass_without_bf16(tmp_path):
     """Time all forms of a product, and run both products' tests on the other kind of CPU, in one
     process."""

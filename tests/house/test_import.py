@@ -131,6 +131,7 @@ print("all there")
 """
 
 
+@pytest.mark.nightly
 def test_documented_names_are_available_after_import():
     assert run(NAMES_OF_THE_GUIDES).stdout == "all there\n"
 

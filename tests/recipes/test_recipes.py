@@ -98,6 +98,7 @@ def test_strings_ignore_case_and_canonical_names_are_fixed_points(text, bits):
     assert resolve(recipe.name).name == recipe.name
 
 
+@pytest.mark.nightly
 @given(st.text(max_size=30))
 def test_any_other_text_raises_only_recipe_error(text):
     try:

@@ -13,6 +13,7 @@ STEPS = 20
 """More than the 16 steps before a window's delayed scales."""
 
 
+@pytest.mark.nightly
 def test_compiled_training_matches_eager():
     torch._dynamo.reset()
     graphs = []

@@ -213,6 +213,7 @@ def test_scales_in_another_file_and_uneven_blocks(tmp_path):
     assert tensors_of(tmp_path / "fp8")["a.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.nightly
 def test_a_killed_conversion_is_completed_and_keeps_finished_files(deepseek, tmp_path):
     words = ["convert", deepseek, tmp_path / "out", "--to", "bf16"]
     command = [sys.executable, "-m", "fp8_backends", *words]

@@ -258,6 +258,7 @@ def test_lora_peak_is_the_measured_one():
     assert frozen.weights < found.weights
 
 
+@pytest.mark.nightly
 def test_batch_zero_is_the_largest_that_fits():
     workload = Workload(model=llama(), batch=0, sequence=256, memory=2**28)
     (found,) = estimate(workload, ["native:dynamic"])
@@ -296,6 +297,7 @@ def test_a_refused_change_is_left_out(tmp_path, capsys):
     assert "activation checkpointing" in titles and not any("devices" in each for each in titles)
 
 
+@pytest.mark.nightly
 def test_screen_answers_three_questions_and_writes_a_page(tmp_path, capsys):
     llama().config.save_pretrained(tmp_path)
     page = tmp_path / "page.html"

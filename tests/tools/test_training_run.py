@@ -47,6 +47,7 @@ def test_every_backend_passes_every_check_except_gap(comparison):
         }
 
 
+@pytest.mark.nightly
 def test_baselines_have_no_fp8_check(comparison):
     assert (
         PRODUCTS not in checks_by_name(comparison, "fp32")
