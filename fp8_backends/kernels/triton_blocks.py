@@ -22,6 +22,7 @@ from .triton_common import (
     format_max,
     from_bits,
     larger,
+    launch,
     magnitude,
     power_of_two_scale,
     scale_and_inverse,
@@ -94,8 +95,8 @@ def _quantize_squares(matrix, blocks, fmt, outputs, stored_scale_inv, band):
     if blocks is not SQUARES:
         kernel, constants = vectors_kernel, {"LENGTH": blocks.columns, "E8M0": blocks is MX}
     constants |= {**casting(matrix, fmt), "BAND": band.rows, "SIDE": band.columns, **limits(band)}
-    grid = (tiles_of(matrix, band._replace(rows=band.columns)),)
-    kernel[grid](matrix, *outputs, stored_scale_inv, *matrix.shape, matrix.stride(0), **constants)
+    arguments = matrix, *outputs, stored_scale_inv, *matrix.shape, matrix.stride(0)
+    launch(kernel, tiles_of(matrix, band._replace(rows=band.columns)), arguments, constants)
 
 
 def _quantize_lines(matrix, fmt, outputs, stored_scale_inv, tile):
@@ -105,9 +106,8 @@ def _quantize_lines(matrix, fmt, outputs, stored_scale_inv, tile):
     tile = tile or (SWEEP_TILE if transposed is None else CAST_TILE)
     options = casting(matrix, fmt) | tiling(tile)
     if transposed is None:
-        sweep_kernel[(max(-(-rows // tile.rows), 1),)](
-            matrix, codes, scale_inv, stored_scale_inv, *shape, **options
-        )
+        arguments = matrix, codes, scale_inv, stored_scale_inv, *shape
+        launch(sweep_kernel, max(-(-rows // tile.rows), 1), arguments, options)
         return
     # features first: more often multiples of 16 than tokens, and Triton specializes on the
     # alignment of pointers
@@ -116,9 +116,8 @@ def _quantize_lines(matrix, fmt, outputs, stored_scale_inv, tile):
     ).split([columns, rows])
     row_bits = None if codes is None else row_bits
     strips = max(tiles_of(matrix, LINE_TILE._replace(rows=LINE_TILE.rows * LINE_STEPS)), 1)
-    line_amax_kernel[(strips,)](
-        matrix, row_bits, column_bits, *shape, LINE_STEPS, **tiling(LINE_TILE)
-    )
+    arguments = matrix, row_bits, column_bits, *shape, LINE_STEPS
+    launch(line_amax_kernel, strips, arguments, tiling(LINE_TILE))
     pointers = (
         matrix,
         codes,
@@ -129,7 +128,7 @@ def _quantize_lines(matrix, fmt, outputs, stored_scale_inv, tile):
         column_bits,
         stored_scale_inv,
     )
-    line_cast_kernel[(max(tiles_of(matrix, tile), 1),)](*pointers, *shape, **options)
+    launch(line_cast_kernel, max(tiles_of(matrix, tile), 1), (*pointers, *shape), options)
 
 
 @triton.jit
