@@ -168,7 +168,7 @@ def test_cpu_without_bf16_compares_with_fp32(tmp_path):
 @pytest.mark.nightly
 def test_the_gpu_check_fails_on_a_hidden_overflow():
     """Plant an ordinary scale for a non-finite tensor: its inf saturates without a trace."""
-    planted = "fp8_backends.kernels.quantize"
+    planted = "fp8_backends.kernels.cpu_casts"
     fault = f"import {planted} as d; d.scale_inv_of = lambda scale, amax: scale.reciprocal()"
     done = run(CHECK, "--device", "cpu", "--backends", "native:dynamic", code=fault)
     assert done.returncode == 1 and "FAIL non-finite shows native:dynamic" in done.stdout

@@ -62,11 +62,11 @@ class PseudoTerminal:
         return self.program.wait(20)
 
     def press(self, keys: str, text: str) -> None:
-        """Type keys, every other second anew, until the screen shows a text. Python misses a signal
-        between a prompt and its read."""
-        for _ in range(60):
+        """Type keys until the screen shows a text. Python misses a signal between a prompt and its
+        read, so type anew, but late: a second Ctrl-C would interrupt the answer to the first."""
+        for _ in range(6):
             self.type(keys)
-            again = time.monotonic() + 2
+            again = time.monotonic() + 20
             while time.monotonic() < again:
                 if text in self.text:
                     return
