@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import termios
@@ -85,5 +86,7 @@ class PseudoTerminal:
 
 def become_foreground(screen: int) -> None:
     """Make the terminal this process's own, so that Ctrl-C reaches it."""
+    # else Python leaves Ctrl-C ignored, as a shell does for all that it starts with `&`
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.setsid()
     fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
