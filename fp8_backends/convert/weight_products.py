@@ -291,7 +291,7 @@ def _products_of(
     if isinstance(module, conv1d):
         yield "", CONV1D, (module.nx, module.nf), layer_obstacle(module, conv1d)
     elif isinstance(module, nn.Linear) or CONVERSION in module.__dict__:
-        kind = "Linear" if ROUTER_NAMES.isdisjoint(name.split(".")) else "router"
+        kind = "router" if _is_router(name) else "Linear"
         yield "", kind, (module.in_features, module.out_features), layer_obstacle(module, nn.Linear)
     elif isinstance(module, nn.modules.conv._ConvNd):
         if module.in_channels and module.out_channels:  # else lazy
@@ -317,7 +317,7 @@ def _products_of(
                 cls = type(module).__name__
                 kind = "parameter"
                 obstacle = f"{cls} multiplies by this Parameter itself, without a Linear"
-                if "router" in cls.lower() or not ROUTER_NAMES.isdisjoint(name.split(".")):
+                if "router" in cls.lower() or _is_router(name):
                     kind = "router"
                     obstacle = f"router: {obstacle}"
                 yield part, kind, shape[::-1], obstacle
@@ -357,7 +357,7 @@ def layer_obstacle(layer: nn.Module, plain: type[nn.Module]) -> str | None:
             f"{type(layer).__name__} is a subclass of {plain.__name__} with a behaviour of its own"
             + f" (if it only multiplies: include='+{type(layer).__name__}')" * (plain is nn.Linear)
         )
-    if "forward" in layer.__dict__ and (replaced := forward_obstacle(layer)):
+    if replaced := forward_obstacle(layer):
         return replaced
     if weight is None:
         return "its weight is no Parameter: something (weight norm, pruning, FSDP1) computes it before each forward"
@@ -405,6 +405,10 @@ def memory_sharers(model: nn.Module) -> dict[int, str]:
                 sharers.setdefault(furthest[3], view[2])
             furthest = max(furthest, view, key=lambda view: view[1])
     return sharers
+
+
+def _is_router(name: str) -> bool:
+    return not ROUTER_NAMES.isdisjoint(name.split("."))
 
 
 def _output_heads(names: Names) -> set[nn.Module]:

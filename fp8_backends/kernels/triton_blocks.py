@@ -96,7 +96,7 @@ def _quantize_squares(matrix, blocks, fmt, outputs, stored_scale_inv, band):
         kernel, constants = vectors_kernel, {"LENGTH": blocks.columns, "E8M0": blocks is MX}
     constants |= {**casting(matrix, fmt), "BAND": band.rows, "SIDE": band.columns, **limits(band)}
     arguments = matrix, *outputs, stored_scale_inv, *matrix.shape, matrix.stride(0)
-    launch(kernel, tiles_of(matrix, band._replace(rows=band.columns)), arguments, constants)
+    launch(kernel, tiles_of(*matrix.shape, band._replace(rows=band.columns)), arguments, constants)
 
 
 def _quantize_lines(matrix, fmt, outputs, stored_scale_inv, tile):
@@ -115,7 +115,7 @@ def _quantize_lines(matrix, fmt, outputs, stored_scale_inv, tile):
         rows + columns, dtype=torch.int32, device=matrix.device
     ).split([columns, rows])
     row_bits = None if codes is None else row_bits
-    strips = max(tiles_of(matrix, LINE_TILE._replace(rows=LINE_TILE.rows * LINE_STEPS)), 1)
+    strips = max(tiles_of(rows, columns, LINE_TILE._replace(rows=LINE_TILE.rows * LINE_STEPS)), 1)
     arguments = matrix, row_bits, column_bits, *shape, LINE_STEPS
     launch(line_amax_kernel, strips, arguments, tiling(LINE_TILE))
     pointers = (
@@ -128,7 +128,7 @@ def _quantize_lines(matrix, fmt, outputs, stored_scale_inv, tile):
         column_bits,
         stored_scale_inv,
     )
-    launch(line_cast_kernel, max(tiles_of(matrix, tile), 1), (*pointers, *shape), options)
+    launch(line_cast_kernel, max(tiles_of(rows, columns, tile), 1), (*pointers, *shape), options)
 
 
 @triton.jit

@@ -101,7 +101,7 @@ def quantize(
         given, how = (window_state, how) if scale is None else (scale, "given")
         pointers = matrix, codes, transposed, scale_inv, given, partials, record, stored_scale_inv
         arguments = *pointers, count, *matrix.shape, matrix.stride(0), how, keep_nan
-        programs = max(tiles_of(matrix, tile), 1)  # an empty matrix has a scale, too
+        programs = max(tiles_of(*matrix.shape, tile), 1)  # an empty matrix has a scale, too
         launch(cast_kernel, programs, arguments, {**casting(matrix, fmt), **tiling(tile)})
     return layouts(codes, scale_inv, transposed, scale_inv, fmt, turned, own_amax)
 
@@ -164,8 +164,7 @@ def layouts(
     return Layouts(*other, *plain, amax) if turned else Layouts(*plain, *other, amax)
 
 
-def tiles_of(matrix: torch.Tensor, tile: Tile) -> int:
-    rows, columns = matrix.shape
+def tiles_of(rows: int, columns: int, tile: Tile) -> int:
     return ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns)
 
 
@@ -192,7 +191,7 @@ def _partial_amaxes(matrix: torch.Tensor, keep_nan: bool, tile: Tile | None = No
     if matrix.is_contiguous():
         rows, columns, row_stride = 1, rows * columns, rows * columns
     tile = tile or (AMAX_TILE if rows == 1 else AMAX_ROW_TILE)
-    tiles = ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns)
+    tiles = tiles_of(rows, columns, tile)
     at_a_time = _AMAX_PROGRAMS_AT_A_TIME * devices.multiprocessors(matrix)
     programs = max(min(tiles, at_a_time, AMAX_PROGRAMS), 1)
     partials = torch.empty(programs, dtype=torch.int32, device=matrix.device)

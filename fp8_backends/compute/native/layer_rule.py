@@ -356,8 +356,7 @@ class PlainWeight:
         def cast() -> Layouts:
             return matrix.quantized(rule, layer.fp8_scaling, columns, newest, amax, split)
 
-        # anew in every forward
-        if rule.scales.moves_in_forward or not layer.fp8_shared.keeps_weights:
+        if rule.scales.moves_in_forward:  # anew in every forward
             return cast()
         return layer.fp8_shared.of_weight(layer, (rule,), cast)
 

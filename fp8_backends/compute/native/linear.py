@@ -297,20 +297,15 @@ class LinearFunction(torch.autograd.Function):
             amax = None if call.state is None else dy8.amax
             call.ledger.backward(rule, fp8_dgrad, fp8_wgrad, amax)
         if needs_dgrad:
-            dx = _as(ctx.x_dtype, _dgrad(call, dy, dy8, saved[-2:])).reshape(ctx.x_shape)
+            dx = _dgrad(call, dy, dy8, saved[-2:]).to(ctx.x_dtype).reshape(ctx.x_shape)
         if needs_wgrad:
             in_blocks = rule.scales.blocks is not None
             dw_dtype = wgrad_dtype(in_blocks, dy.device, ctx.weight_dtype, call.out_dtype)
-            dw = _as(ctx.weight_dtype, _wgrad(rule, dy, dy8, *saved[:2], dw_dtype))
+            dw = _wgrad(rule, dy, dy8, *saved[:2], dw_dtype).to(ctx.weight_dtype)
             dw = dw.t() if call.transposed else dw
         if needs_bias:
             db = dy.sum(0, dtype=ctx.bias_dtype)  # of the unquantized gradient
         return dx, dw, db, None, None, None, None
-
-
-def _as(dtype: torch.dtype, result: torch.Tensor) -> torch.Tensor:
-    """Return `result.to(dtype)`, which takes microseconds to change nothing."""
-    return result if result.dtype == dtype else result.to(dtype)
 
 
 def _dgrad(call: Call, dy, dy8, saved) -> torch.Tensor:

@@ -169,9 +169,9 @@ class SharedCodes(Modes):
         key. Misses changes through `weight.data`, which autograd does not count. Keeps codes only
         in training, of trained weights, and only of whole ones: codes of gathered weights would
         need the memory saved by sharding."""
-        if torch.compiler.is_compiling() or not (
-            layer.training and layer in self._weights and _is_whole(layer.weight)
-        ):
+        if not self.keeps_weights or torch.compiler.is_compiling():
+            return quantize()
+        if not (layer.training and layer in self._weights and _is_whole(layer.weight)):
             return quantize()
         memory = tuple(  # and its version. The weak reference keeps its address from reuse
             (
