@@ -11,11 +11,12 @@ Run them directly, with Triton in FOLDER:
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-import warm_process
 
 HERE = Path(__file__).parent
 
@@ -39,20 +40,14 @@ def test_triton_process_passes(folder, variables, marked, triton_site, subtests,
         "PYTHONPATH": path,
         "TRITON_CACHE_DIR": str(tmp_path / "cache"),
     }
-    process = warm_process.run(
-        *(
-            "-m",
-            "pytest",
-            str(HERE / folder),
-            "-q",
-            "-m",
-            marked,
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={results}",
-        ),
+    # a warm process has loaded an installed Triton, which cannot turn into the interpreter
+    command = [sys.executable, "-m", "pytest", str(HERE / folder), "-q", "-m", marked]
+    process = subprocess.run(
+        [*command, "-p", "no:cacheprovider", f"--junitxml={results}"],
         env=os.environ | variables,
         cwd=HERE.parents[2],
+        capture_output=True,
+        text=True,
         timeout=290,
     )
     assert results.exists(), f"no test ran:\n{process.stdout[-8000:]}\n{process.stderr[-8000:]}"
