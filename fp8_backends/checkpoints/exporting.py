@@ -431,7 +431,7 @@ def grid_for(fmt: CheckpointFormat, weights: Sequence[tuple[tuple[int, int], str
 def rounded(values: torch.Tensor, grid: str) -> Quantized:
     if grid == TENSOR:
         return quantization.quantize(values, E4M3, columns=False, how=POWER_OF_TWO).along_columns()
-    blocks = SQUARES if grid == BLOCK else ROWS
+    blocks = {CHANNEL: ROWS, BLOCK: SQUARES, GROUP: MX}[grid]
     return quantization.quantize_blocks(values, blocks, E4M3, columns=False).along_columns()
 
 

@@ -175,6 +175,20 @@ def test_sizes_not_divisible_by_128_export(spec, format, exact, rounded, tmp_pat
         assert torch.equal(written[f"{name}.weight"], model.state_dict()[f"{name}.weight"])
 
 
+def test_a_layer_of_another_rule_is_rounded_to_the_groups_of_the_file(tmp_path):
+    model = llama()
+    layers = {"*.q_proj": "native:rowwise"}
+    fp8_backends.prepare(model, None, {"backend": "native:mxfp8", "layers": layers})
+    result = fp8_backends.checkpoints.export(model, tmp_path, "compressed-tensors")
+    assert result.grid == "group" and len(result.exact) == 12 and len(result.rounded) == 2
+    loaded = load(tmp_path, "compressed-tensors").state_dict()
+    for name in result.rounded:
+        weight = model.state_dict()[f"{name}.weight"]
+        torch.testing.assert_close(
+            loaded[f"{name}.weight"], weight, rtol=2**-4, atol=2**-16 * weight.abs().max().item()
+        )
+
+
 def test_unequal_scales_are_not_split_into_other_blocks(tmp_path):
     """transformers without a GPU would cut 192 rows into two blocks of 96."""
     model = llama(hidden=192, inner=384)
