@@ -461,9 +461,8 @@ def _accumulate_(func, total, other, *, alpha=1):
     if stored.codes.dtype == E4M3.dtype and whole and not stored.block_size:
         _keep(total, gradients.accumulate(stored.codes, stored.scale_inv, addend))
         return total
-    if stored.codes.dtype != float32:
-        _keep(total, total.dequantize(float32))
-    stored.codes.add_(addend / stored.scale_inv if isinstance(addend, torch.Tensor) else addend)
+    # a clip may have changed the scale of an FP32 sum, even to zero
+    _keep(total, total.dequantize(float32).add_(addend))
     return total
 
 

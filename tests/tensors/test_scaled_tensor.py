@@ -104,6 +104,16 @@ def test_gradient_is_rounded_once_at_any_scale(factor, rows):
     )
 
 
+@pytest.mark.parametrize("factor", [0.0, 0.3])
+@pytest.mark.parametrize("addend", [0.1, values(8, 8, seed=2)], ids=["number", "tensor"])
+def test_a_clip_between_microbatches_reaches_the_sum_before_it(factor, addend):
+    total = quantize(values(8, 8), E4M3)
+    total.kind = Kind.GRADIENT
+    total.add_(values(8, 8, seed=1)).mul_(torch.tensor(factor))
+    expected = total.values() + addend
+    torch.testing.assert_close(total.add_(addend).values(), expected)
+
+
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize("block_size", [0, 32])
 @settings(max_examples=40)
