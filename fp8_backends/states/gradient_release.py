@@ -22,8 +22,9 @@ from ..errors import FP8BackendError
 from ..tensors.scaled_tensor import ScaledTensor
 from ..tensors.sharded_tensor import local_part, with_local
 from ..torch_tools.backward_end import call_when_backward_ends
+from ..torch_tools.optimizers import has_closure
 from .levels import cast_gradient
-from .scaled_states import Member, ScaledStates
+from .scaled_states import Member, ScaledStates, changed_options, options_of
 
 PENDING = 2**22
 """Elements of gradients that are stepped together, so that small parameters need few steps."""
@@ -162,14 +163,13 @@ class GradientRelease:
             optimizer.make_steps(pending)
         for p, _, _ in pending:
             _drop(p)
-        self._options = [_options(group) for group in optimizer.param_groups]
+        self._options = [options_of(group) for group in optimizer.param_groups]
 
     def before_step(self, optimizer: ScaledStates, args: tuple, kwargs: dict[str, Any]) -> None:
         """Hide each `DroppedGradient` during the step: a step pre-hook. Raises `FP8BackendError`
         for a closure, options changed since backward, a new gradient of a stepped parameter, or a
         dropped one that was cleared."""
-        # args begins with the optimizer
-        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+        if has_closure(args, kwargs):
             raise FP8BackendError(
                 "gradient_release: step(closure) runs backward inside the step, and backward makes "
                 "the steps here: call loss.backward() and then optimizer.step(), or prepare with "
@@ -178,10 +178,8 @@ class GradientRelease:
         for number, (before, group) in enumerate(
             zip(self._options, optimizer.param_groups, strict=False)
         ):
-            now = _options(group)  # groups added since have no steps
-            if changed := sorted(
-                name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
-            ):
+            # groups added since have no steps
+            if changed := changed_options(before, group):
                 raise FP8BackendError(
                     f"gradient_release: {', '.join(changed)} of parameter group {number} changed "
                     "between backward, which has made its steps, and step(): change options "
@@ -240,12 +238,3 @@ def _second(shape: Iterable[int]) -> FP8BackendError:
         "can be left out. Where re-entrant activation checkpointing meets a weight that several "
         "layers share, use use_reentrant=False. Or prepare with gradient_release=False"
     )
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a group, comparable without waiting for a device."""
-    return {
-        name: (id(value), value._version) if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name not in ("params", "param_names")
-    }

@@ -322,6 +322,24 @@ class ScaledStates:
         return None
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group, or attributes, comparable without waiting for a device."""
+    return {
+        name: (id(value), value._version) if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+
+
+def changed_options(before: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
+    """Return the names of options that have changed since `options_of`."""
+    now = options_of(group)
+    # lists compare the same object as equal
+    return sorted(
+        name for name in before.keys() | now.keys() if [before.get(name)] != [now.get(name)]
+    )
+
+
 def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
     """Raise `FP8BackendError` if the gradient of a scaled weight is not reduced over the ranks:
     they would drift apart.

@@ -42,7 +42,13 @@ from ..tensors.encoding import amax_of, decode, decode_pair
 from ..tensors.scaled_tensor import ScaledTensor
 from ..tensors.sharded_tensor import is_distributed, local_part, with_local
 from . import sharding
-from .scaled_states import Declaration, LocalView, ScaledStates
+from .scaled_states import (
+    Declaration,
+    LocalView,
+    ScaledStates,
+    changed_options,
+    options_of,
+)
 from .sharding import slot_of
 
 STEPPED_AT_ONCE = 2**22
@@ -136,7 +142,7 @@ class StockSteps(ScaledStates):
             states: the stock class's states; empty before the first step.
 
         Raises:
-            FP8BackendError: the stock class has an undeclared state.
+            FP8BackendError: the stock class has an undeclared state, or writes elsewhere.
         """
         options = {
             name: value for name, value in group.items() if name not in ("params", "param_names")
@@ -144,7 +150,15 @@ class StockSteps(ScaledStates):
         twin = self.fp8_declared.stock([{**options, "params": list(weights)}])
         for weight, gradient, state in zip(weights, gradients, states, strict=True):
             weight.grad, twin.state[weight] = gradient, state
+        places = (vars(twin), twin.param_groups[0])
+        before = [options_of(place) for place in places]
         twin.step()
+        if changed := sum(map(changed_options, before, places), []):
+            raise FP8BackendError(
+                f"{self.fp8_declared.stock.__name__}.step writes {changed[0]!r} of the optimizer or "
+                "of a parameter group, which a level would lose: keep it in a state of each "
+                "parameter, named in fp8_roles of the class, or train at level O0"
+            )
         new_states = [twin.state[weight] for weight in weights]
         for weight, state in zip(weights, new_states, strict=True):
             declared = {

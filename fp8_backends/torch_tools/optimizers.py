@@ -45,6 +45,11 @@ def parameters_by_key(
     return dict(zip(keys, parameters_of(optimizer), strict=True))
 
 
+def has_closure(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return True if the arguments of a step hook have a closure. They begin with the optimizer."""
+    return any(argument is not None for argument in (*args[1:2], kwargs.get("closure")))
+
+
 def steps_of(optimizer: torch.optim.Optimizer) -> int | None:
     """Return the number of steps in an optimizer's states, loaded ones included; None if they do
     not count."""

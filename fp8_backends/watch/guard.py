@@ -35,7 +35,7 @@ from ..states.gradient_release import is_dropped
 from ..tensors.scaled_tensor import stored_parts
 from ..tensors.sharded_tensor import local_part
 from ..torch_tools.modules import is_traced, plain_name
-from ..torch_tools.optimizers import parameters_of, steps_of, unwrapped
+from ..torch_tools.optimizers import has_closure, parameters_of, steps_of, unwrapped
 from ..words import counted, listed
 
 LOSS, GRADIENT, PARAMETER = "loss", "gradient", "parameter"
@@ -278,6 +278,12 @@ class Guard:
         )
 
     def __call__(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        if self.recipe.guard in ("skip", "stop") and has_closure(args, kwargs):
+            raise FP8BackendError(
+                f"guard={self.recipe.guard!r} looks at gradients before the step, and "
+                "step(closure) computes them inside it: call loss.backward() and then "
+                'optimizer.step(), or use guard="warn", which looks at those of the step before'
+            )
         self._before_step(optimizer)
 
     @torch.no_grad()

@@ -81,6 +81,7 @@ def watch(
     monitor = monitor_of(optimizer)
     if monitor is not None:
         monitor.recipe = recipe
+        monitor.due = min(monitor.due, monitor.steps + recipe.monitor_every)
     if not recipe.monitor_every:
         return
     if monitor is None:

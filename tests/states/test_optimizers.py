@@ -540,6 +540,33 @@ def test_wrong_fp8_roles_are_refused():
         optimizer.step()
 
 
+def count_in_group(optimizer):
+    optimizer.param_groups[0]["k"] = optimizer.param_groups[0].get("k", 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [(lambda optimizer: setattr(optimizer, "t", optimizer.t + 1), "t"), (count_in_group, "k")],
+)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_writes_outside_parameters_and_states_are_refused(write, name, level):
+    """A step on copies would count each time from the same number."""
+
+    class Counting(Lion):
+        fp8_roles, t = Lion.fp8_roles, 0
+
+        def step(self, closure=None):
+            write(self)
+            super().step(closure)
+
+    model = mlp()
+    optimizer = Counting(model.parameters())
+    fp8_backends.prepare(model, optimizer, f"msamp:{level}")
+    loss_of(model, 0).backward()
+    with pytest.raises(FP8BackendError, match=f"Counting.step writes '{name}' of the optimizer"):
+        optimizer.step()
+
+
 def test_subclass_does_not_inherit_fp8_roles():
     model = mlp()
     said = "Other does not inherit fp8_roles.*: name them in fp8_roles of the class itself"

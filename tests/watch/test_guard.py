@@ -114,6 +114,16 @@ def test_skipped_step_leaves_weights_states_and_counters_unchanged(backend):
     assert len(training.faults) == 2 and not equal(before, training.stored())
 
 
+@pytest.mark.parametrize("guard", ["skip", "stop"])
+def test_a_closure_is_refused_by_a_guard_that_acts(guard):
+    """Its gradients come after the guard's look."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    fp8_backends.prepare(model, optimizer, {"backend": "native:dynamic", "guard": guard})
+    with pytest.raises(FP8BackendError, match=r"step\(closure\) computes them inside it"):
+        optimizer.step(lambda: model(batch()).square().mean())
+
+
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_warn_changes_nothing_and_logs_each_kind_once(caplog):
     training = Training(guard="warn")

@@ -259,7 +259,7 @@ def test_model_restored_within_sampled_step_is_not_sampled(backend, tmp_path):
 
 
 def test_latest_recipe_sets_the_sampling(tmp_path):
-    model, optimizer = prepared("native:dynamic", tmp_path / "first")
+    model, optimizer = prepared("native:dynamic", tmp_path / "first", every=100)
     fields = {"monitor_file": str(tmp_path / "second"), "monitor_every": 2}
     fp8_backends.prepare(model, optimizer, {"backend": "native:dynamic", **fields})
     for seed in range(4):
