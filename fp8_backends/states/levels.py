@@ -315,10 +315,14 @@ def _is_gradient_hook(hook: Callable) -> bool:
 
 
 def finish_accumulation(parameters: Iterable[torch.Tensor]) -> None:
-    """Cast complete gradients of several microbatches from FP32 to E4M3."""
+    """Cast complete gradients of several microbatches from FP32 to E4M3. Let weights that were frozen
+    when they were stored, or copied, have the next ones in E4M3."""
     for parameter in parameters:
-        if parameter.grad is not None and isinstance(local_part(parameter.grad), ScaledTensor):
-            local_part(parameter.grad).finish_accumulation()
+        gradient = local_part(parameter.grad)
+        if isinstance(gradient, ScaledTensor):
+            gradient.finish_accumulation()
+        elif isinstance(local_part(parameter), ScaledTensor):
+            _add_gradient_hook(parameter)
 
 
 # State dicts hold plain weights: module hooks dequantize saved weights and quantize loaded ones

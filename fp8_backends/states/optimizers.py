@@ -115,8 +115,9 @@ def check(optimizer: torch.optim.Optimizer, rule: StateRule) -> None:
     if isinstance(optimizer, ScaledStates):
         if optimizer.fp8_states != rule:
             raise FP8BackendError(
-                f"this optimizer keeps its states at {optimizer.fp8_states} already, and {rule} is "
-                "asked for: make a new optimizer"
+                f"this optimizer keeps its states at level {optimizer.fp8_states.level}, rounding "
+                f"{optimizer.fp8_states.rounding}, and {rule.level}, {rule.rounding}, is asked for: "
+                "make a new optimizer"
             )
         return
     converted = _converted(type(optimizer))

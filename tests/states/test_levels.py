@@ -125,6 +125,17 @@ def test_gradients_are_e4m3_and_accumulate_in_fp32(level):
     assert model[0].weight.grad.codes.dtype == torch.float8_e4m3fn
 
 
+@pytest.mark.parametrize("level", ["O2", "O4"])
+def test_thawed_weight_has_gradients_in_e4m3_from_its_second_step_on(level):
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model, optimizer = prepared(level, model=model)
+    model[0].weight.requires_grad_(True)
+    train(model, optimizer, range(1))
+    loss_of(model, 1).backward()
+    assert model[0].weight.grad.codes.dtype == torch.float8_e4m3fn
+
+
 def test_existing_gradient_is_kept():
     model = mlp()
     loss_of(model, 0).backward()
