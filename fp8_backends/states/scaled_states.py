@@ -136,7 +136,10 @@ class ScaledStates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.make_steps(self.members())
+        make_steps = self.make_steps
+        if torch.compiler.is_dynamo_compiling():  # a compiled step: kernels are eager code
+            make_steps = torch.compiler.disable(make_steps)
+        make_steps(self.members())
         if self.fp8_offload is not None:
             self.fp8_offload.link.finish()
         if self.fp8_owners is not None:

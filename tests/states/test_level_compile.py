@@ -36,6 +36,16 @@ def test_compiled_training_matches_eager():
     assert products[0] == products[1]
 
 
+@pytest.mark.parametrize(
+    ("level", "optimizer"), [("O4", torch.optim.AdamW), ("O2", torch.optim.Adafactor)]
+)
+def test_a_compiled_optimizer_step_runs_eagerly(level, optimizer):
+    torch._dynamo.reset()
+    usual, (model, optimizer) = prepared(level, optimizer), prepared(level, optimizer)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    assert train(model, optimizer, range(2)) == train(*usual, range(2))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("level", "reentrant"), [("O2", True), ("O3", False), ("O4", False)])
 def test_recomputation_changes_nothing(level, reentrant):
