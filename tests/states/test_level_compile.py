@@ -36,12 +36,9 @@ def test_compiled_training_matches_eager():
     assert products[0] == products[1]
 
 
-@pytest.mark.parametrize(
-    ("level", "optimizer"), [("O4", torch.optim.AdamW), ("O2", torch.optim.Adafactor)]
-)
-def test_a_compiled_optimizer_step_runs_eagerly(level, optimizer):
+def test_a_compiled_optimizer_step_runs_eagerly():
     torch._dynamo.reset()
-    usual, (model, optimizer) = prepared(level, optimizer), prepared(level, optimizer)
+    usual, (model, optimizer) = prepared("O4"), prepared("O4")
     optimizer.step = torch.compile(optimizer.step, backend="eager")
     assert train(model, optimizer, range(2)) == train(*usual, range(2))
 
