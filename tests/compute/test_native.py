@@ -30,9 +30,8 @@ def fp8_linear(linear, scaling="dynamic", **fields):
 
 
 def roll(layer, **fields):
-    NativeCompute().attach(
-        layer, resolve(FP8RecipeKwargs(backend="native:delayed", **fields)), None
-    )
+    recipe = resolve(FP8RecipeKwargs(backend="native:delayed", **fields))
+    NativeCompute().attach(layer, recipe, layer.fp8_shared)
 
 
 def warmed_up(layer, x, dy):

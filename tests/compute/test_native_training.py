@@ -361,10 +361,13 @@ def test_scaling_state_rolls_once_per_training_forward():
         (True, True),
     ):
         model.train(training)
+        before = layer.fp8_scaling.clone()
         with torch.set_grad_enabled(grad):
             y = model(x)
         if training and grad:
             y.sum().backward()
+        else:
+            assert torch.equal(layer.fp8_scaling, before)
         rolls.append(layer.fp8_scaling[0, 1].item())
     assert rolls == [0, 1, 1, 1, 1, 2]
 
@@ -464,6 +467,23 @@ def test_scales_roll_when_a_loop_calls_submodules(compiler):
     assert found == losses and losses[2] < losses[0] < 1
     assert states.keys() == found_states.keys() and len(states) == 2
     assert all(torch.equal(state, found_states[name]) for name, state in states.items())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_frozen_part_without_gradients_keeps_its_scales_up_to_date(whole, monkeypatch):
+    def run(differentiable):
+        def forward(model, x):
+            model.encoder.requires_grad_(False)
+            with torch.set_grad_enabled(differentiable):
+                h = model.encoder(x.detach())
+            return model.decoder(h)
+
+        monkeypatch.setattr(TwoParts, "forward", forward)
+        return states_of_three_steps(nn.Module.__call__ if whole else forward)
+
+    (losses, states), (expected, wanted) = run(False), run(True)
+    assert losses == expected
+    assert_same_states(states, wanted)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -184,6 +184,8 @@ def test_evaluation_runs_the_models_expert_function():
             assert torch.equal(loss_of(model.eval(), batch()), loss_of(plain.eval(), batch()))
     loss_of(model.train(), batch()).backward()  # in FP8, for any setting of the model
     assert all(fp8_backends.audit(model).products[name]["wgrad"] == 1 for name in names("mixtral"))
+    in_evaluation, _ = prepare(build("mixtral").eval())
+    assert not any(module.training for module in in_evaluation.modules())
 
 
 def test_frozen_experts_run_and_count_no_wgrad():

@@ -146,6 +146,7 @@ class ExpertWeights(nn.ModuleDict):
     def attach(self, experts: nn.Module) -> None:
         """Run the module with these weights in FP8, in addition to earlier ones."""
         _register()
+        self.train(experts.training)
         if CONTAINER in experts._modules:
             experts._modules[CONTAINER].update(self)
         else:

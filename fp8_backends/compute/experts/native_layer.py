@@ -233,7 +233,7 @@ class FP8ExpertWeight(KeepsLedger, ExpertWeight):
             stored = kind.read(weight, gathered_codes.FPROP)
         # with gradients on: a kind asks whether the forward is checkpointed
         w8 = kind.quantized_matrices(self, weight, stored, quantize)
-        records = keep and self.fp8_shared.is_training(self)
+        records = self._records(self.fp8_shared.is_training(self))
         call = Call(rule, state, self.fp8_ledger, out_dtype, transposed, kind, self.fp8_cut)
         return grouped(x, weight, call, groups, w8, stored, records)
 

@@ -127,7 +127,7 @@ class NativeCompute(Compute):
                 layer.weight.device,
             )
         if RULES[recipe.scaling].moves_in_forward:
-            root.register_forward_pre_hook(RollDelayedStates(recipe))
+            root.register_forward_pre_hook(RollDelayedStates(recipe, shared))
 
     def store_weights(self, root: nn.Module, recipe: Recipe) -> None:
         layers = self.converted_layers(root)
@@ -269,18 +269,22 @@ class RollDelayedStates:
     each optimizer step, for loops that call submodules. A state with no new amax does not change.
 
     In a loop of forward and backward, scales and histories equal TransformerEngine's. Evaluation,
-    recomputation and forwards without gradients leave the state alone. A class, unlike a closure,
-    pickles with the model.
+    recomputation and forwards of the root without gradients leave the state alone. A class, unlike
+    a closure, pickles with the model.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, shared: SharedCodes) -> None:
+        self.shared = shared
         self.rule = RULES[recipe.scaling]
         self.arguments = recipe.margin, recipe.amax_compute_algo, recipe.interval
         forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
         self.format_max = (forward.max, forward.max, gradient.max)
 
     def __call__(self, root: nn.Module, args) -> None:
-        if root.training and torch.is_grad_enabled() and not inside_backward():
+        if not root.training or inside_backward():
+            return
+        self.shared.forward_records = torch.is_grad_enabled()
+        if torch.is_grad_enabled():
             refuse_transforms()
             self.roll(root)
 

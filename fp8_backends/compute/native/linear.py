@@ -133,7 +133,7 @@ class FP8Products(KeepsLedger):
         matrix = self._matrix(stored)
         refuse_width(x, matrix.data.shape[1])
         differentiable = torch.is_grad_enabled()
-        recorded = self.fp8_scaling if differentiable and training else None
+        recorded = self.fp8_scaling if self._records(training) else None
         for_wgrad = differentiable and weight.requires_grad
         for_dgrad = differentiable and input.requires_grad
         x8 = self._quantized_input(operands, for_wgrad, recorded)

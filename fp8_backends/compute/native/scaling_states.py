@@ -132,6 +132,8 @@ class SharedCodes(Modes):
         super().__init__()
         self.keeps_weights = keeps_weights
         """True to keep codes of weights from one forward to the next."""
+        self.forward_records = True
+        """False in a training forward of the whole model without gradients."""
         self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._weights: WeakKeyDictionary[nn.Module, tuple] = WeakKeyDictionary()
         """Layers with a gradient at the last optimizer step, and codes of their weights since.
@@ -262,6 +264,12 @@ class KeepsLedger(nn.Module):
         else:
             self._apply_to_notes(fn)
         return self
+
+    def _records(self, training: bool) -> bool:
+        """Return True if a forward in this mode records amaxes. Delayed scales have no other source:
+        a frozen part run without gradients inside a training forward records, too."""
+        by_root = self.fp8_rule.scales.moves_in_forward and self.fp8_shared.forward_records
+        return training and (torch.is_grad_enabled() or by_root)
 
     def _apply_to_notes(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.fp8_ledger.apply(function)
