@@ -130,10 +130,11 @@ class Recipe(CommonFields):
         }
         named = {name for name in ("scaling", "level") if getattr(asked, name) is not None}
         named |= {name for name in NAMING if given.get(name) is not None}
+        both_forms = {}
         if read.keys() & {"products", "override_linear_precision"}:
-            read = _with_products(read)
+            both_forms = _with_products(read)
         self.__dict__.update(
-            defaults | read,
+            defaults | read | both_forms,
             name=AUTO if compute == AUTO else canonical_name(compute, scaling, asked.level),
             backend=given.get("backend"),
             compute=compute,
@@ -384,8 +385,8 @@ _GRADIENT_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 
 
 def _with_products(values: dict[str, Any]) -> dict[str, Any]:
-    """Add `override_linear_precision` by `products`, and the other way round. Raises `RecipeError`
-    if they disagree."""
+    """Return `products` with the same as `override_linear_precision`. Raises `RecipeError` if both
+    are given and disagree."""
     flags = values.get("override_linear_precision")
     products = values.get("products")
     if products is None and flags is not None and any(flags):
@@ -396,9 +397,7 @@ def _with_products(values: dict[str, Any]) -> dict[str, Any]:
             f"products={shown(products)} and override_linear_precision={flags} disagree: leave one "
             "of the two out"
         )
-    return values | (
-        {"products": products, "override_linear_precision": by_products} if products else {}
-    )
+    return {"products": products, "override_linear_precision": by_products} if products else {}
 
 
 def _check_together(recipe: Recipe) -> None:

@@ -300,6 +300,13 @@ def test_to_kwargs_keeps_explicit_defaults():
     assert TERecipeKwargs(amax_compute_algo="max").to_kwargs() == {"amax_compute_algo": "max"}
 
 
+def test_either_form_of_products_is_replaced_alone():
+    recipe = NativeRecipeKwargs(products={"dgrad": "bf16"})
+    other = recipe.replace(products={"wgrad": "bf16"})
+    assert other.override_linear_precision == (False, False, True)
+    assert other.to_kwargs() == {"products": {"wgrad": "bf16"}}
+
+
 def test_repr_shows_backend_and_given_fields():
     assert repr(resolve("msamp:o1")) == "FP8RecipeKwargs(msamp:O1)"
     assert repr(TERecipeKwargs(margin=2)) == "TERecipeKwargs(te:delayed, margin=2)"
