@@ -27,7 +27,7 @@ def _decided_by_engine(setup: Setup) -> str:
         autocast = recipe.autocast_dtype == "fp16"
     fields = {
         "autocast_dtype": engine in ("fsdp2", "deepspeed") and autocast,
-        "gradient_comm": engine == "deepspeed"
+        "gradient_comm": engine in ("deepspeed", "fsdp1")
         and not setup.has_level
         and recipe.gradient_comm == "fp8",
         "enable_fsdp_float8_all_gather": (
@@ -152,8 +152,8 @@ ENGINE_RULES = (
     refused(
         "engine_decides",
         _decided_by_engine,
-        "engines set this themselves: DeepSpeed and FSDP2 the precision around FP8, DeepSpeed the "
-        "format of gradients, DeepSpeed and FSDP1 of gathered weights",
+        "engines set this themselves: DeepSpeed and FSDP2 the precision around FP8, DeepSpeed and "
+        "FSDP1 the format of gradients and of gathered weights",
         "leave the field out and configure the engine (DeepSpeed: bf16.enabled, "
         "communication_data_type), or use DDP or FSDP2 (fsdp_version: 2) for gradients and weights "
         "in FP8",

@@ -538,6 +538,7 @@ REFUSED = [
     ("fp8_params_sharded", {"backend": "native", "fp8_params": True}, FSDP1, FSDP2, ""),
     ("fp8_params_sharded", {"backend": "te", "fp8_params": True}, FSDP2, DDP, ""),
     ("engine_decides", GRADIENTS, DS, DDP, "gradient_comm='fp8' with deepspeed"),
+    ("engine_decides", GRADIENTS, FSDP1, FSDP2, "gradient_comm='fp8' with fsdp1"),
     ("engine_decides", WEIGHTS, FSDP1, FSDP2, "enable_fsdp_float8_all_gather=True with fsdp1"),
     ("engine_decides", WEIGHTS, DS, FSDP2, "enable_fsdp_float8_all_gather=True with deepspeed"),
     (
