@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from . import preparation, rules
@@ -59,10 +59,18 @@ class FP8Precision(Precision):
         """Convert the layers of the module in place. Raises `RecipeError` if the Trainer
         contradicts the recipe."""
         trainer = self.trainer = module.trainer
+        strategy = trainer.strategy
+        is_known = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
+        if not is_known or isinstance(strategy, DeepSpeedStrategy):  # a subclass of DDP's
+            raise RecipeError(
+                f"{self.recipe.name}: with Lightning, FP8 trains on one device or by DDPStrategy, "
+                f"not by {type(strategy).__name__}: choose strategy='ddp', or Accelerate for FSDP2 "
+                "and DeepSpeed"
+            )
         setup = rules.Setup(
             self.recipe,
             rules.Machine.this(),
-            parallel="ddp" if isinstance(trainer.strategy, DDPStrategy) else None,
+            parallel="ddp" if isinstance(strategy, DDPStrategy) else None,
             world_size=trainer.world_size,
             accumulation_steps=trainer.accumulate_grad_batches,
             max_grad_norm=trainer.gradient_clip_val,

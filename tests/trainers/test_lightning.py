@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import lightning
 import pytest
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import nn
 
 import fp8_backends
@@ -105,6 +108,10 @@ def test_unsupported_settings_are_refused_by_name():
         fit(released, 1, gradient_clip_val=1.0)
     with pytest.raises(RecipeError, match="gradient_accumulation_steps=2"):
         fit(released, 1, accumulate_grad_batches=2)
+    for strategy in (ModelParallelStrategy, DeepSpeedStrategy):
+        module = SimpleNamespace(trainer=SimpleNamespace(strategy=object.__new__(strategy)))
+        with pytest.raises(RecipeError, match=f"not by {strategy.__name__}"):
+            FP8Precision("native:dynamic").convert_module(module)
     lbfgs = Net()
     lbfgs.configure_optimizers = lambda: torch.optim.LBFGS(lbfgs.parameters())
     with pytest.raises(RecipeError, match="LBFGS runs backward inside its steps"):
