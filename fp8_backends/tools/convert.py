@@ -224,7 +224,13 @@ class Conversion:
         """Copy the other files, and write index and configuration."""
         if self.source.is_file():
             return
-        shutil.copytree(self.source, target, ignore=NOT_COPIED, dirs_exist_ok=True)
+
+        def ignored(folder: str, names: list[str]) -> set[str]:
+            # files of a subfolder, such as another module's weights, are none of this conversion
+            patterns = NOT_COPIED if Path(folder) == self.source else shutil.ignore_patterns(".*")
+            return patterns(folder, names)
+
+        shutil.copytree(self.source, target, ignore=ignored, dirs_exist_ok=True)
         places = {}
         in_fp8 = []
         plain = set()

@@ -38,11 +38,14 @@ def tensors_of(folder) -> dict[str, torch.Tensor]:
 
 
 def exported(folder, spec: str, format: str = "finegrained_fp8"):
-    """Write a tiny bf16 Llama in several files, with a file beside them."""
+    """Write a tiny bf16 Llama in several files, with a file beside them, and another module's."""
     model = llama(tied=False).bfloat16()
     prepare(model, None, spec)
     checkpoints.export(model, folder, format, max_shard_size=SHARD)
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "2_Dense").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / "2_Dense" / name).write_text("{}")
     return folder
 
 
@@ -100,6 +103,7 @@ def test_every_format_becomes_the_values_that_dequantize_reads(kind, source_of, 
     assert torch.equal(logits(plain), logits(model))
     assert "quantization_config" not in config_of(target)
     assert (target / "tokenizer.json").exists() and not list(target.glob("*.partial"))
+    assert len(list((target / "2_Dense").iterdir())) == 2
     index = json.loads((target / INDEX).read_text())["weight_map"]
     assert {file.name for file in source.glob("*.safetensors")} == {*index.values()}
 
@@ -229,8 +233,11 @@ def test_a_killed_conversion_is_completed_and_keeps_finished_files(deepseek, tmp
     convert(deepseek, tmp_path / "out", "--to", "bf16", "--check")
     assert first.stat().st_mtime_ns == written
     convert(deepseek, tmp_path / "whole", "--to", "bf16")
-    files = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
-    assert files == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    whole, ours = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).glob("*.*")}
+        for name in ("whole", "out")
+    )
+    assert whole == ours
 
 
 def test_check_finds_a_changed_bit(deepseek, tmp_path, capsys):
