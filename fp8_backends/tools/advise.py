@@ -18,7 +18,7 @@ from ..accelerate_plugin.launch import launch_parser
 from ..advice import Advice, advise, check_recipe_path
 from ..compute import hardware
 from ..errors import FP8BackendError
-from ..recipes.fields import FIELDS
+from ..recipes.fields import settings_of
 from ..recipes.handlers import Recipe, resolve
 from ..words import counted, first_line, share, shortened
 from .compare.workload import (
@@ -266,9 +266,10 @@ def code(recipe: Recipe) -> str:
 
 def flags(recipe: Recipe) -> str:
     options = launch_parser()._option_string_actions
+    settings = settings_of(recipe.compute)
     words = ["--fp8_backend", recipe.name]
     for name, value in given_fields(recipe).items():
-        flag = f"--fp8_{FIELDS[name].own_suffix.lower()}"
+        flag = f"--fp8_{settings[name].own_suffix.lower()}"
         text = str(value)
         if isinstance(value, tuple):
             joined = ",".join(map(str, value))

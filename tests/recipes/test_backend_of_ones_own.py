@@ -114,6 +114,7 @@ def test_field_and_scaling_reach_the_layers(folder):
 ASK = """
     import json, pickle, sys
     import fp8_backends
+    from fp8_backends.tools.advise import flags
 
     def refused(**fields):
         try:
@@ -134,6 +135,7 @@ ASK = """
         "survives": pickle.loads(pickle.dumps(given)) == given == type(given)(**given.to_kwargs()) != recipe,
         "dict": given.to_dict()["headroom"],
         "repr": repr(given),
+        "flags": flags(given),
         "coarse": refused(backend="mine", headroom=1),
         "elsewhere": refused(backend="native", headroom=1),
         "value": refused(backend="mine:fine", headroom="high"),
@@ -149,6 +151,7 @@ def test_field_is_checked_against_its_declaration(folder):
     found = json.loads(ended.stdout)
     assert (found["default"], found["survives"], found["dict"]) == (0, True, 2)
     assert found["repr"] == "FP8RecipeKwargs(mine:fine, headroom=2)"
+    assert found["flags"] == "fp8-backends launch --fp8_backend mine:fine --fp8_headroom 2 SCRIPT"
     assert "headroom is not read by mine:coarse, only by mine:fine" in found["coarse"]
     assert "headroom is not a field of" in found["elsewhere"]
     assert "headroom='high': headroom must be a whole number of at least 0" in found["value"]

@@ -186,10 +186,10 @@ def test_a_dead_worker_is_a_failed_check(tmp_path, monkeypatch):
 
 def test_worker_environment_excludes_variables_of_accelerate(monkeypatch):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
-    monkeypatch.setenv("FP8_BACKENDS_DISABLE", "1")
+    monkeypatch.setenv("FP8_BACKENDS_RECIPE", '{"guard": "stop"}')
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     environment = worker_environment()
-    assert not {"ACCELERATE_FP8_BACKEND", "FP8_BACKENDS_DISABLE"} & environment.keys()
+    assert not {"ACCELERATE_FP8_BACKEND", "FP8_BACKENDS_RECIPE"} & environment.keys()
     assert environment["OMP_NUM_THREADS"] == "1"
 
 

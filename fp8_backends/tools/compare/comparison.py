@@ -442,7 +442,7 @@ def stop(workers: list[Worker]) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    kept = environment_without(("ACCELERATE_", "FP8_BACKENDS_DISABLE"))
+    kept = environment_without(("ACCELERATE_", "FP8_BACKENDS_"))
     return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
