@@ -109,6 +109,19 @@ def test_recipe_file_keeps_its_name_beside_its_base(config, capsys, tmp_path):
 
 
 @pytest.mark.nightly
+def test_simulations_take_the_estimated_batch_and_no_refused_backend(config, capsys):
+    options = "--json --simulate --device 1 --devices 2 --sharding ddp,fsdp2 --offload"
+    code, printed = printed_by(
+        capsys, config, *options.split(), "--backend", "msamp:O4", "--batch", "largest"
+    )
+    found = json.loads(printed.out)
+    assert code == 0 and [each["refused"] != "" for each in found["estimates"]] == [False, True]
+    (simulated,) = found["simulations"]
+    assert simulated["sharding"] == "ddp" and found["estimates"][0]["batch"] > 100
+    assert simulated["peak"] == pytest.approx(found["estimates"][0]["peak"], rel=0.1)
+
+
+@pytest.mark.nightly
 def test_encoder_decoder_has_all_parameters_and_transcript_length(tmp_path, capsys):
     layers = {
         f"{side}_{name}": count for side in ("encoder", "decoder") for name, count in LAYERS.items()
@@ -144,6 +157,11 @@ LAYERS = {"layers": 1, "attention_heads": 2}
         (["MODEL", "--sharding", "fsdp3"], "did you mean 'fsdp2'"),
         (["MODEL", "--backend", "natve"], "did you mean 'native'"),
         (["MODEL", "--backend", ","], "--backend names none"),
+        (["MODEL", "--backend", "native", "--offload"], "--offload is for backends at a level"),
+        (
+            ["MODEL", "--lora", "8", "--backend", "msamp", "--frozen-fp8"],
+            "--frozen-fp8 is for backends without a level",
+        ),
         (["MODEL", "--sequence", "512"], "exceeds the model's 256 positions"),
     ],
 )

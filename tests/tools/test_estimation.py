@@ -165,7 +165,7 @@ def test_fused_head_matches_a_live_training(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "checkpointing", "cases", "saved", "peak"),
     [
-        (llama(layers=5, max_position_embeddings=64), True, ((5, 2), (4, 5)), 1e-4, 0.02),
+        (llama(layers=5, max_position_embeddings=64), True, ((5, 2), (4, 500)), 1e-4, 0.02),
         (
             T5Config(vocab_size=512, d_model=64, d_kv=32, d_ff=128, num_layers=5, num_heads=2),
             False,
@@ -419,6 +419,21 @@ def test_te_is_traced_as_native_with_second_copy_of_codes():
     assert te.notes and not native.notes
 
 
+def test_te_is_traced_with_the_fields_of_its_recipe():
+    fields = {"backend": "te:dynamic", "products": {"wgrad": "bf16"}, "fp8_params": True}
+    recipe = recipes.resolve({**fields, "exclude": "q_proj"})
+    with torch.device("meta"):
+        traced = step_trace.traced_recipe(SHAPES["Llama"].make_model(torch.float32), recipe)
+    assert (
+        traced.name == "native:dynamic"
+        and traced.to_kwargs().items()
+        >= {
+            "products": recipe.products,
+            "fp8_params": True,
+        }.items()
+    )
+
+
 @pytest.mark.nightly
 def test_experts_run_in_fp8_as_conversion_expects():
     shape, backends = (
@@ -537,6 +552,9 @@ def test_invalid_arguments_are_errors():
         match=r"sharding 'zero4' is not known \(did you mean 'zero3'\?\); there are none",
     ):
         estimate(workload, ["native"], ["ddp", "zero4"])
+    workload.devices = 12
+    with pytest.raises(RecipeError, match="sharding 'hsdp' of 12 devices: machines have 8 each"):
+        estimate(workload, ["bf16"], ["hsdp"])
     workload.weights = "bf61"
     with pytest.raises(
         RecipeError, match=r"dtype of weights 'bf61' is not known \(did you mean 'bf16'\?\)"

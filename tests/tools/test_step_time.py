@@ -315,4 +315,7 @@ def test_screen_answers_three_questions_and_writes_a_page(tmp_path, capsys):
     )
     assert "time of a step, compiled" in lines and max(map(len, lines)) <= 100
     assert "Time of a step" in page.read_text(encoding="utf-8")
+    options = "--chip h100 --sequence 64 --backend native:mxfp8"
+    assert main(["estimate", str(tmp_path), *options.split()]) == 0
+    assert "unknown: no public rates of native:mxfp8 on this chip" in capsys.readouterr().out
     assert main(["estimate", str(tmp_path), "--frozen-fp8"]) == 2

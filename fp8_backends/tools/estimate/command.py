@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -196,13 +195,14 @@ def run(args: argparse.Namespace) -> int:
         if args.sharding is not None:
             shardings = _listed("--sharding", args.sharding.lower())
         backends = backends_of(args)
+        refuse_idle_flags(args, backends)
         report = Report(workload, device, estimate(workload, backends, shardings, progress))
         in_fp8 = [each.backend for each in report.estimates if each.flops_share]
         report.advice = fp8_advice(model, device, in_fp8)
         if not any(each.fits for each in report.estimates):
             report.smaller = changes(args, workload, device, report.known, progress)
         if args.simulate:
-            report.simulations = simulated(workload, backends, shardings, progress)
+            report.simulations = simulated(workload, backends, report.known, progress)
     if args.page is not None:
         write_text(args.page, report.page())
     print(json.dumps(report.to_dict(), indent=1) if args.json else report)
@@ -212,11 +212,11 @@ def run(args: argparse.Namespace) -> int:
 def simulated(
     workload: Workload,
     backends: list[str | dict[str, Any]],
-    shardings: list[str],
+    estimates: list[Estimate],
     on_step: Callable[[str], object],
 ) -> dict[tuple[str, str], Simulation]:
-    """Simulate each backend under each sharding but ZeRO. Raises what `simulation.simulate`
-    raises."""
+    """Simulate the backends, shardings and batches of these estimates. Raises `FP8BackendError` for
+    ZeRO, and what `simulation.simulate` raises."""
     from .simulation import (  # a second: FSDP2, DDP and DTensor
         REPLICATE,
         SHARD,
@@ -224,19 +224,21 @@ def simulated(
         simulate,
     )
 
+    recipes = {name: recipe for name, recipe, _ in map(named, backends)}
     found = {}
-    for sharding, (backend, recipe, _) in itertools.product(shardings, map(named, backends)):
-        layout = Layout.parsed(sharding, workload.devices)
+    for each in estimates:
+        layout = Layout.parsed(each.sharding, workload.devices)
         if layout.kind not in ("ddp", "fsdp2") or workload.devices == 1:
             raise FP8BackendError(
-                f"--simulate: of ddp, fsdp2 and hsdp with several --devices, not {sharding}"
+                f"--simulate: of ddp, fsdp2 and hsdp with several --devices, not {each.sharding}"
             )
         shards = layout.shards if layout.kind == "fsdp2" else 1
         sizes = {REPLICATE: layout.ranks // shards, SHARD: shards, TENSOR_PARALLEL: layout.tensor}
-        on_step(f"{backend} among {workload.devices} ranks")
-        one = replace(workload, batch=workload.batch or 1)
+        on_step(f"{each.backend} among {workload.devices} ranks")
+        one = replace(workload, batch=each.batch)
         mesh = {name: size for name, size in sizes.items() if size > 1}
-        found[backend, sharding] = simulate(one, recipe or backend, mesh)
+        backend = recipes[each.backend] or each.backend
+        found[each.backend, each.sharding] = simulate(one, backend, mesh)
     return found
 
 
@@ -259,8 +261,28 @@ def workload_of(args: argparse.Namespace, model: ModelShape, device: Device) -> 
     )
 
 
+_FIELDS = {
+    "gradient_release": ("gradient_release", True, True),
+    "offload": ("offload", "states", True),
+    "frozen_fp8": ("fp8_params", True, False),
+}
+"""Flags: the field, its value, and True for a field of levels only, False for one of all others."""
+
+
+def refuse_idle_flags(args: argparse.Namespace, backends: list[str | dict[str, Any]]) -> None:
+    """Raise `FP8BackendError` for a flag that none of the backends takes."""
+    taken = {name for each in backends if isinstance(each, dict) for name in each}
+    for flag, (name, _, of_levels) in _FIELDS.items():
+        if getattr(args, flag) and name not in taken:
+            raise FP8BackendError(
+                f"--{flag.replace('_', '-')} is for backends {'at' if of_levels else 'without'} a "
+                f"level, and --backend names none: add {'msamp:O4' if of_levels else 'native'}, or "
+                "leave it out"
+            )
+
+
 def backends_of(args: argparse.Namespace) -> list[str | dict[str, Any]]:
-    """Return the backends with the flags' fields: some are of levels only, others of all others."""
+    """Return the backends with the flags' fields."""
     found = []
     for name in _listed("--backend", args.backend or (LORA_BACKENDS if args.lora else BACKENDS)):
         if name.lower() in BASELINE_DTYPES:
@@ -268,12 +290,9 @@ def backends_of(args: argparse.Namespace) -> list[str | dict[str, Any]]:
             continue
         recipe = {"backend": name, **features_of(args)}
         is_level = resolve(name).level != "O0"
-        if args.gradient_release and is_level:
-            recipe["gradient_release"] = True
-        if args.offload and is_level:
-            recipe["offload"] = "states"
-        if args.frozen_fp8 and not is_level:
-            recipe["fp8_params"] = True
+        for flag, (name, value, of_levels) in _FIELDS.items():
+            if getattr(args, flag) and is_level == of_levels:
+                recipe[name] = value
         found.append(recipe)
     return found
 
@@ -499,7 +518,9 @@ class Report:
 
     def _speed(self, best: Estimate) -> str:
         if best.time is None:
-            return f"unknown: no public rates of this chip are known here; least memory that fits: {best.backend}"
+            card = chips.CARDS.get(self.workload.chip)
+            what = f"{best.backend} on this chip" if card and card.rates else "this chip"
+            return f"unknown: no public rates of {what} are known here; least memory that fits: {best.backend}"
         time, (low, ratio, high) = best.time, best.speedup
         text = f"{best.backend}: {_time(time.seconds)} a step ({_time(time.low)} to {_time(time.high)}), "
         text += f"{best.tokens_per_second:,.0f} tokens/s a device"

@@ -372,9 +372,15 @@ class Layout:
                 f"sharding {sharding!r} of {devices} devices: tp:N divides them, and not with ZeRO"
             )
         ranks = devices // tensor
-        shards = min(ranks, max(1, DEVICES_OF_A_MACHINE // tensor)) if kind == "hsdp" else ranks
+        shards = ranks
         if kind == "hsdp":
+            shards = min(ranks, max(1, DEVICES_OF_A_MACHINE // tensor))
             kind = "fsdp2"
+        if ranks % shards:
+            raise RecipeError(
+                f"sharding {sharding!r} of {devices} devices: machines have {DEVICES_OF_A_MACHINE} "
+                "each, and hsdp takes whole ones"
+            )
         return cls(sharding, kind, tensor, ranks, shards)
 
     def setup(self, recipe: Recipe, microbatches: int) -> Setup:
@@ -477,15 +483,18 @@ class Growth:
         """Return the trace for this depth and batch.
 
         Numbers that grow with depth do not depend on the batch, except activations, which are
-        proportional to it.
+        proportional to it. The bytes that kernels move are of a sample: its share of a batch's
+        weights falls.
         """
 
         def grown(name: Any, first: float, deeper: float, wider: float) -> float:
             by_layer = deeper - first
             if name == ACTIVATIONS:
                 by_layer *= batch / self.batch
-            by_sample = (wider - first) / self.batch
-            return first + (layers - self.layers) * by_layer + (batch - self.batch) * by_sample
+            more = (batch - self.batch) * (wider - first) / self.batch
+            if name in ("moved", "moved_outside"):
+                more *= 2 * self.batch / batch
+            return first + (layers - self.layers) * by_layer + more
 
         wider = self.first if batch == self.batch else self.wider()
         return self.first.combined(grown, self.deeper, wider)
@@ -552,10 +561,11 @@ def trace_model(
 
 def _add_te_codes(trace: StepTrace, recipe: Recipe, sharding: str) -> None:
     """Add the weight codes that TransformerEngine keeps beyond its native equivalent: two copies
-    before Blackwell, for fprop and dgrad, of which from O3 on the first is the weight; none of
-    plain weights gathered by FSDP2."""
+    before Blackwell, for fprop and dgrad, of which the first is the weight from O3 on, and with
+    `fp8_params`; none of plain weights gathered by FSDP2."""
     in_fp8 = STORED_WEIGHTS.get(recipe.level) == torch.float8_e4m3fn
-    copies = 1 if in_fp8 and recipe.scaling in ("delayed", "dynamic") else 2
+    is_first = in_fp8 and recipe.scaling in ("delayed", "dynamic") or recipe.fp8_params
+    copies = 1 if is_first else 2
     if sharding == "fsdp2" and recipe.level == "O0":
         copies = 0
     more = copies * trace.sizes["converted"] - trace.saved[CODES]

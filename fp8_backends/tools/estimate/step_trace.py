@@ -38,13 +38,13 @@ from ...kernels.adam import AdamSteps
 from ...kernels.backward import cross_entropy
 from ...kernels.triton_gate import PLAIN_TYPES
 from ...preparation import optimizer_steps
+from ...recipes.fields import NAMING
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates
 from ...tensors.scaled_tensor import ScaledTensor
 from ...tensors.sharded_tensor import inner_tensors
 from ...torch_tools.modules import plain_name
 from ...words import first_line
-from ..terminal import FEATURES
 from .model_shapes import count_elements
 
 PARTS = ("weights", "master", "gradients", "states", "buffers", "copies", "codes", "activations")
@@ -386,17 +386,16 @@ def traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
     if recipe.compute != "te":
         return recipe
     chosen = set(expected.converted)
-    return FP8RecipeKwargs(
-        backend=recipe.name.replace("te:", "native:", 1),
-        layers={
-            name: str(word).replace("te:", "native:")
-            for name, word in (recipe.layers or {}).items()
-        }
-        or None,
-        module_filter_func=lambda module, name: name in chosen,
-        on_unproven=recipe.on_unproven,
-        **{name: getattr(recipe, name) for name in FEATURES},
-    )
+    fields = {
+        name: value
+        for name, value in recipe.to_kwargs().items()
+        if name not in (*NAMING, "include", "exclude")
+    }
+    fields["layers"] = {
+        name: str(word).replace("te:", "native:") for name, word in (recipe.layers or {}).items()
+    } or None
+    fields["module_filter_func"] = lambda module, name: name in chosen
+    return FP8RecipeKwargs(backend=recipe.name.replace("te:", "native:", 1), **fields)
 
 
 def enable_checkpointing(model: nn.Module) -> None:
