@@ -53,11 +53,12 @@ class BackwardPass(TemporaryHook):
         )
 
     @staticmethod
-    def of(module: nn.Module) -> BackwardPass:
-        """Return the hook of a module, registered by the first call."""
-        backward = BackwardPass.find(module)
-        if backward is None:
-            module.register_forward_hook(backward := BackwardPass())
+    def of(modules: Sequence[nn.Module]) -> BackwardPass:
+        """Return the hook that these modules share, registered by the first call."""
+        backward = next(filter(None, map(BackwardPass.find, modules)), None) or BackwardPass()
+        for module in modules:
+            if BackwardPass.find(module) is None:
+                module.register_forward_hook(backward)
         return backward
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -156,14 +157,15 @@ class Agreement:
 
 
 def agree_after_backward(
-    module: nn.Module, states: States, groups: Sequence[dist.ProcessGroup]
+    modules: Sequence[nn.Module], states: States, groups: Sequence[dist.ProcessGroup]
 ) -> None:
-    """Agree on `states` after each backward pass of `module` that reduces gradients. Idempotent.
+    """Agree on `states` after each backward pass of one of `modules` that reduces gradients.
+    Idempotent.
 
     Ranks that call it have parts of one model; `groups` are unused at that time. The groups of a
     mesh together reach all ranks of the model; None is all processes.
     """
-    collectives = BackwardPass.of(module).collectives
+    collectives = BackwardPass.of(modules).collectives
     agreement = next((one for one in collectives if isinstance(one, Agreement)), None)
     if agreement is None:
         collectives.append(Agreement(states, groups))

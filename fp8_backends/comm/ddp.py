@@ -94,7 +94,7 @@ def connect(
     connection.reduce(weights, gradient_comm, watch, ddp.bucket_bytes_cap)
     if connection.reducer is not None and ddp._comm_hooks:
         _refuse_hooks(hook for hook, _ in ddp._comm_hooks)
-    agree_after_backward(ddp, scaling_states, [connection.group])
+    agree_after_backward([ddp], scaling_states, [connection.group])
 
 
 def follow(optimizer: torch.optim.Optimizer) -> None:

@@ -47,7 +47,7 @@ def connect(engine: Any, gradient_comm: str, watch: Watch, scaling_states: State
         engine.optimizer.get_grads_for_reduction = partial(_plain_gradients, engine)
         engine.clip_fp32_gradients = partial(_clip, engine)
     connection.reduce(weights, gradient_comm, watch, BUCKET_BYTES)
-    agree_after_backward(engine, scaling_states, [connection.group])
+    agree_after_backward([engine], scaling_states, [connection.group])
 
 
 class EngineConnection(Connection):

@@ -71,16 +71,15 @@ def connect(root: nn.Module, gradient_comm: str, scaling_states: States = list) 
                     f'{name or "the model"} be chosen ({error}); use gradient_comm="plain"'
                 ) from error
         module.__dict__[CONNECTED] = gradient_comm
-    if modules:
-        # also under `no_sync`: the message is small, and FSDP2 has no flag for a reduction
-        agree(next(iter(modules.values())), scaling_states)
+    # also under `no_sync`: the message is small, and FSDP2 has no flag for a reduction
+    agree(root, scaling_states)
 
 
 def agree(model: nn.Module, scaling_states: States) -> None:
     """Let the ranks of a model's meshes agree on scaling states after each backward pass.
     Idempotent."""
     if scaling_states is not list:
-        agree_after_backward(model, scaling_states, mesh_groups(model))
+        agree_after_backward(outermost(model) or [model], scaling_states, mesh_groups(model))
 
 
 def ranks_sharing_layers(model: nn.Module) -> int:
@@ -106,6 +105,16 @@ def fsdp_modules(root: nn.Module) -> dict[str, nn.Module]:
         for name, module in root.named_modules()
         if isinstance(module, loaded.FSDPModule)
     }
+
+
+def outermost(root: nn.Module) -> list[nn.Module]:
+    """Return the FSDP2 modules inside no other one. Some of them may be frozen."""
+    found, inside = [], set()
+    for module in fsdp_modules(root).values():  # parents first
+        if module not in inside:
+            found.append(module)
+        inside.update(module.modules())
+    return found
 
 
 def reshard(root: nn.Module) -> None:

@@ -12,14 +12,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..tensors.scaled_tensor import ScaledTensor, stored_parts
 from ..tensors.sharded_tensor import agreed_over, is_distributed, local_part
 from ..torch_tools.modules import plain_name
 from .backward import BackwardPass, mesh_groups
 from .ddp import wrappers
-from .fsdp2 import fsdp_modules
+from .fsdp2 import outermost
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes."""
@@ -41,8 +40,9 @@ class SharedBackwards:
     def of(cls, model: nn.Module) -> list[SharedBackwards]:
         """Return the counters of the wrappers in a model, created on the first call."""
         counters = []
-        for wrapper in _wrappers(model):
-            collectives = BackwardPass.of(wrapper).collectives
+        sharded = outermost(model) or ([model] if mesh_groups(model) else [])
+        for modules in [*([ddp] for ddp in wrappers(model)), *[sharded] * bool(sharded)]:
+            collectives = BackwardPass.of(modules).collectives
             counter = next((one for one in collectives if isinstance(one, cls)), None)
             if counter is None:
                 collectives.append(counter := cls())
@@ -50,21 +50,11 @@ class SharedBackwards:
         return counters
 
 
-def _wrappers(model: nn.Module) -> list[nn.Module]:
-    """Return each DDP in a model, and the outermost FSDP2 module, or the model itself with tensor
-    parallelism alone."""
-    outermost = list(fsdp_modules(model).values())[:1] or ([model] if mesh_groups(model) else [])
-    return wrappers(model) + outermost
-
-
 def rank_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     """Return the groups in which, one after another, a sum reaches all ranks of a model; none on
     one process."""
-    for wrapper in _wrappers(model):
-        if isinstance(wrapper, DistributedDataParallel):
-            return [wrapper.process_group] if wrapper.process_group.size() > 1 else []
-        return [group for group in mesh_groups(wrapper) if group.size() > 1]
-    return []
+    groups = [ddp.process_group for ddp in wrappers(model)[:1]] or mesh_groups(model)
+    return [group for group in groups if group.size() > 1]
 
 
 def sum_over(tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
@@ -88,8 +78,8 @@ def held_alike(model: nn.Module, states: Iterable[tuple[str, torch.Tensor]]) -> 
     rules."""
     groups = rank_groups(model)
     ignored = set()
-    for wrapper in _wrappers(model):
-        ignored |= set(getattr(wrapper, "parameters_to_ignore", ()))
+    for wrapper in wrappers(model):
+        ignored |= set(wrapper.parameters_to_ignore)
     for full_name, p in model.named_parameters():
         local, name = local_part(p), plain_name(full_name).removeprefix("module.")
         if is_distributed(p):

@@ -270,6 +270,17 @@ def check_bytes_on_the_wire():
     return shares
 
 
+def check_scales_agree_behind_a_frozen_first_unit():
+    """The model itself is no unit, and the output of its first one gets no gradient."""
+    model = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64))
+    fp8_backends.prepare(model, None, "native:delayed")
+    for layer in model:
+        fully_shard(layer)
+    fp8_backends.prepare(model, torch.optim.AdamW(model[1].parameters()), "native:delayed")
+    model(torch.randn(16, 64) * (1 + dist.get_rank())).square().mean().backward()
+    assert all(same_on_all_ranks(layer.fp8_scaling) for layer in model)
+
+
 def check_plain_gradients_on_request():
     for spec in (FP8RecipeKwargs(backend="msamp:O2", gradient_comm="plain"), "native:dynamic"):
         counted = _traffic_of_a_step(spec)
