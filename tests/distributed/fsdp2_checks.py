@@ -24,6 +24,7 @@ from fsdp2_training import (
     whole,
 )
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -279,6 +280,20 @@ def check_scales_agree_behind_a_frozen_first_unit():
     fp8_backends.prepare(model, torch.optim.AdamW(model[1].parameters()), "native:delayed")
     model(torch.randn(16, 64) * (1 + dist.get_rank())).square().mean().backward()
     assert all(same_on_all_ranks(layer.fp8_scaling) for layer in model)
+
+
+def check_replicas_without_shards():
+    """`replicate` over FSDP2, as torchtitan has it."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(64, 64))
+    fp8_backends.prepare(model, None, "msamp:O4")
+    replicate(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fp8_backends.prepare(model, optimizer, "msamp:O4")
+    model(torch.randn(16, 64) * (1 + dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    assert same_on_all_ranks(whole(model.state_dict()["0.weight"]))
 
 
 def check_plain_gradients_on_request():
