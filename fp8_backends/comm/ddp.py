@@ -62,7 +62,7 @@ Watch = Callable[[nn.Parameter, Callable[[nn.Parameter], None]], None]
 
 
 def connect(
-    ddp: DistributedDataParallel, gradient_comm: str, watch: Watch, scaling_states: States = list
+    ddp: DistributedDataParallel, recipe: Recipe, watch: Watch, scaling_states: States = list
 ) -> None:
     """Connect the gradients of an FP8 model under DDP, on every rank. Idempotent; call it again
     after a change of `requires_grad`.
@@ -71,8 +71,8 @@ def connect(
     parameters.
 
     Args:
-        gradient_comm: "fp8" or "plain" (FP32), for scaled weights; in a model without any, "fp8"
-            gives DDP a communication hook and "plain" leaves it alone.
+        recipe: its `comm`, "fp8" or "plain" (FP32), is for scaled weights; at level O0, where none
+            trains, "fp8" gives DDP a communication hook and "plain" leaves it alone.
         scaling_states: returns the live states of stateful scaling rules; `list` itself: no rule
         keeps any.
 
@@ -82,7 +82,7 @@ def connect(
     """
     _check(ddp)
     weights = dict(_scaled_weights(ddp))
-    by_hook = gradient_comm == "fp8" and not weights
+    by_hook = recipe.comm == "fp8" and recipe.level == "O0"
     if not (weights or by_hook or scaling_states is not list):
         return
     connection = Connection.find(ddp)
@@ -91,7 +91,7 @@ def connect(
         connection.start([*weights.values(), *scaling_states()])
     if by_hook:
         _register_hook(ddp, connection)
-    connection.reduce(weights, gradient_comm, watch, ddp.bucket_bytes_cap)
+    connection.reduce(weights, recipe.comm, watch, ddp.bucket_bytes_cap)
     if connection.reducer is not None and ddp._comm_hooks:
         _refuse_hooks(hook for hook, _ in ddp._comm_hooks)
     agree_after_backward([ddp], scaling_states, [connection.group])
@@ -277,12 +277,13 @@ def _check(ddp: DistributedDataParallel) -> None:
 
 
 def _scaled_weights(ddp: DistributedDataParallel) -> Iterable[tuple[str, nn.Parameter]]:
-    """Yield (name, weight) of scaled weights and checkpoint codes. Raises if DDP does not ignore
-    one."""
+    """Yield (name, weight) of scaled weights and checkpoint codes, except those that the user lets
+    DDP ignore, as they differ between ranks. Raises if DDP does not ignore one."""
     # by identity: layers may have been wrapped since
     reduced = set(map(id, ddp._module_parameters))
+    theirs = getattr(ddp.module.__dict__.get(IGNORE_LIST), "theirs", ())
     for name, parameter in ddp.module.named_parameters():
-        if isinstance(parameter, (ScaledTensor, BlockCodes)):
+        if isinstance(parameter, (ScaledTensor, BlockCodes)) and name not in theirs:
             if id(parameter) in reduced:
                 raise FP8BackendError(
                     f"{name} is stored in scaled precision, and DDP was not told to leave it "
@@ -446,7 +447,10 @@ def _clear(module: nn.Module) -> tuple[str, ...]:
     for parameter in module.parameters():
         parameter.__dict__.pop("_ddp_ignored", None)
     names = module.__dict__.pop(IGNORE_LIST, ())
-    return names.theirs if isinstance(names, IgnoreList) else tuple(names)
+    if isinstance(names, IgnoreList):
+        return names.theirs
+    # their list may be ours and more
+    return tuple(name for name in names if f"_orig_mod.{name}" not in names)
 
 
 def leaves_nothing(module: nn.Module) -> bool:

@@ -24,12 +24,16 @@ def connect_ranks(model: nn.Module, recipe: Recipe) -> None:
     layers agree on scaling states. Every rank calls it; repeating it does nothing. Raises
     `FP8BackendError` if it was wrapped before it was prepared, or FP8 does not support the
     wrapper."""
-    for wrapper in ddp.wrappers(model):
-        if roots := prepared_roots(wrapper.module):
-            for _, _, prepared in roots:
-                prepared.observed.wrapper = weakref.ref(wrapper)
-            ddp.connect(wrapper, recipe.comm, levels.swap_gradient_hook, _states(roots))
     roots = prepared_roots(model)
+    for wrapper in ddp.wrappers(model):
+        # or DDP wraps a part of a prepared model
+        inside = prepared_roots(wrapper.module) or [
+            root for root in roots if wrapper in root.module.modules()
+        ]
+        if inside:
+            for _, _, prepared in inside:
+                prepared.observed.wrapper = weakref.ref(wrapper)
+            ddp.connect(wrapper, recipe, levels.swap_gradient_hook, _states(inside))
     states = _states(roots)
     if is_engine(model) and recipe.level != "O0":
         deepspeed.connect(model, recipe.comm, levels.swap_gradient_hook, states)

@@ -367,7 +367,7 @@ def refuse_gradients_that_stay(parameters: Iterable[torch.Tensor]) -> None:
             "travel between ranks and would drift apart: prepare the DDP-wrapped model again, "
             "with its optimizer, so that its gradients are reduced; or, where other ranks have "
             "other weights (a pipeline), shard the model with fully_shard over the ranks that "
-            "have these"
+            "have these; or name layers that DDP or FSDP2 ignores in exclude"
         )
 
 

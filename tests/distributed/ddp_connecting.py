@@ -164,6 +164,30 @@ def check_user_ignore_list_is_kept():
     step(ddp, optimizer, 0)
     assert model.own[0] == dist.get_rank()
     assert {"own", "0.weight"} <= ddp.parameters_to_ignore
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight.fill_(dist.get_rank())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])
+    ddp, optimizer = wrapped("msamp:O2", model)
+    assert model[2].weight[0, 0] == dist.get_rank()
+    mse(ddp, mine(0)).backward()
+    refused(optimizer.step, "1 scaled weight", "ignores in exclude")
+
+
+def check_ddp_inside_a_prepared_model_and_adapters_over_a_frozen_base():
+    fields = {"backend": "native:delayed", "gradient_comm": "fp8"}
+    model = nn.Sequential(mlp())
+    fp8_backends.prepare(model, None, fields)
+    model[0] = DistributedDataParallel(model[0])
+    over_part = fp8_backends.prepare(model, torch.optim.AdamW(model.parameters()), fields)
+    frozen = mlp()
+    frozen[0].requires_grad_(False)
+    fields = {"backend": "native:blockwise", "fp8_params": True, "gradient_comm": "fp8"}
+    for ddp, optimizer in (over_part, wrapped({**fields, "exclude": ["2", "4"]}, frozen)):
+        with Traffic() as traffic:
+            step(ddp, optimizer, 0)
+        assert traffic.count("all_to_all_single")
+        assert_equal_on_all_ranks(ddp)
 
 
 def check_single_layer_and_compiled_module_inside_ddp():
