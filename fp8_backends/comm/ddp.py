@@ -323,6 +323,11 @@ def own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGro
 
 
 def _register_hook(ddp: DistributedDataParallel, connection: Connection) -> None:
+    if sparse := [name for name, m in ddp.module.named_modules() if getattr(m, "sparse", False)]:
+        raise FP8BackendError(
+            f'gradient_comm="fp8" cannot send the sparse gradients of {", ".join(sparse)}: make '
+            "them with sparse=False, or leave gradient_comm out"
+        )
     ours = [state for hook, state in ddp._comm_hooks if hook is fp8_all_reduce]
     if any(isinstance(state, HookState) for state in ours):
         return

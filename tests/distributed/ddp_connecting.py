@@ -148,6 +148,8 @@ def check_unconnectable_models_are_refused_with_fix():
     ddp.register_comm_hook(None, unchanged_allreduce)
     spec = {"backend": "native:dynamic", "gradient_comm": "fp8"}
     refused(lambda: fp8_backends.prepare(ddp, None, spec), "unchanged_allreduce", "gradient_comm")
+    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(8, 64, sparse=True), mlp()))
+    refused(lambda: fp8_backends.prepare(ddp, None, spec), "gradients of 0", "sparse=False")
 
 
 def unchanged_allreduce(state, bucket):
