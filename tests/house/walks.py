@@ -11,10 +11,12 @@ step) starts a leg of its own, and returns are counted within a leg. This is a r
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import tempfile
 import tokenize
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,20 +43,28 @@ FEATURES = {
 
 
 def named_in(pattern: str) -> dict[str, int]:
-    """Count the identifiers that match a pattern by package file, without strings, comments and
-    docstrings. The room of rules is left out: a rule refuses features by name."""
+    """Count the identifiers that match a pattern by package file. The room of rules is left out: a
+    rule refuses features by name."""
     counts = {}
+    for name, words in identifiers().items():
+        matching = [word for word in words if re.search(pattern, word, re.IGNORECASE)]
+        if matching or re.search(pattern, name, re.IGNORECASE):
+            counts[name] = sum(words[word] for word in matching)
+    return counts
+
+
+@functools.cache
+def identifiers() -> dict[str, Counter[str]]:
+    """Count the identifiers of each package file, without strings, comments and docstrings."""
+    found = {}
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         if name.split("/")[0] in ("rules", "docs", "examples"):
             continue
         with tokenize.open(path) as file:
             tokens = tokenize.generate_tokens(file.readline)
-            words = [token.string for token in tokens if token.type == tokenize.NAME]
-        count = sum(bool(re.search(pattern, word, re.IGNORECASE)) for word in words)
-        if count or re.search(pattern, name, re.IGNORECASE):
-            counts[name] = count
-    return counts
+            found[name] = Counter(token.string for token in tokens if token.type == tokenize.NAME)
+    return found
 
 
 class Walk:
