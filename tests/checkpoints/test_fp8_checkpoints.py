@@ -7,7 +7,6 @@ import copy
 import pytest
 import reference
 import torch
-from expert_families import build
 from tiny_checkpoints import (
     config_of,
     llama,
@@ -284,18 +283,6 @@ def test_gpu_loads_identical_codes_and_values(spec, sizes, loads_codes, tmp_path
     assert {tensor.dtype for tensor in stored(tmp_path / "plain").values()} == {torch.float32}
     assert "quantization_config" not in config_of(tmp_path / "plain")
     assert len(train(model.train(), spec, 1)) == 1
-
-
-def test_a_gpu_loads_plain_experts(loads_codes, tmp_path):
-    model = build("mixtral")
-    fp8_backends.prepare(model, None, "native:dynamic")
-    result = fp8_backends.checkpoints.export(model, tmp_path)
-    loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values()), report
-    assert type(loaded.model.layers[0].mlp.experts) is type(
-        build("mixtral").model.layers[0].mlp.experts
-    )
-    assert fp8_backends.checkpoints.dequantize(loaded) == result.exact
 
 
 @pytest.mark.nightly

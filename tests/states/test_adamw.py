@@ -1,7 +1,6 @@
 """Adam and AdamW at every level: stock's results, subclasses, refusals and checkpoints."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -246,13 +245,6 @@ def test_empty_parameter_steps():
 # Checkpoints
 
 
-def saved(state_dict: dict) -> dict:
-    buffer = io.BytesIO()
-    torch.save(state_dict, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
 def test_state_dict_holds_plain_tensors_or_placeholders(level, dtype):
@@ -292,7 +284,7 @@ def test_moments_with_power_of_two_scales_load_bitwise(level):
 def test_loading_updates_groups_in_place_for_schedulers():
     model, optimizer = prepared("O2")
     train(model, optimizer, range(2))
-    states = saved(optimizer.state_dict())
+    states = copy.deepcopy(optimizer.state_dict())
     states["param_groups"][0]["lr"] = 0.5
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
     group = optimizer.param_groups[0]
@@ -301,17 +293,6 @@ def test_loading_updates_groups_in_place_for_schedulers():
     train(model, optimizer, [0])
     scheduler.step()
     assert group["lr"] == pytest.approx(0.05)
-
-
-def test_checkpoint_of_another_model_is_named():
-    _, optimizer = prepared("O2")
-    model, other = prepared(
-        "O2", model=nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(5)])
-    )
-    model(torch.randn(4, 32)).sum().backward()
-    other.step()
-    with pytest.raises(FP8BackendError, match="another model"):
-        optimizer.load_state_dict(other.state_dict())
 
 
 # Small learning rates, in training

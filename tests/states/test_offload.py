@@ -39,7 +39,7 @@ from fp8_backends.states import gradient_release, levels, link, offload, optimiz
 from fp8_backends.states.adamw import ScaledAdamW
 from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize, stored_parts
 
-STEPS = 20
+STEPS = 6
 WAYS = {
     "plain": {},
     "clipped": {"max_norm": 0.05},

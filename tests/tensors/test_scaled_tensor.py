@@ -292,25 +292,6 @@ def weights(level: str, x: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(weight)
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize(
-    ("optimizer", "level"),
-    list(zip(("SGD", "AdamW", "Adagrad", "NAdam"), [*LEVELS, "O2"], strict=True)),
-)
-def test_stock_optimizer_trains_weight_like_fp32(optimizer, foreach, level):
-    weight = weights(level, values(8, 8))
-    plain = nn.Parameter(weight.exact())
-    options = {"lr": 1e-5, "weight_decay": 0.1, "foreach": foreach}
-    ours, stock = (getattr(torch.optim, optimizer)([p], **options) for p in (weight, plain))
-    for i in range(20):
-        weight.grad, plain.grad = values(8, 8, seed=i), values(8, 8, seed=i)
-        ours.step()
-        stock.step()
-    torch.testing.assert_close(weight.exact(), plain.detach(), rtol=1e-6, atol=0)
-    # data follow, rounded
-    assert torch.equal(weight.dequantize(), weights(level, weight.exact()).dequantize())
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_inference_mode_matches_no_grad(level):
     weight = weights(level, values(8, 16))

@@ -25,6 +25,7 @@ def test_non_finite_values_or_scales_are_reported(value, scale):
     values[2, 3] = value
     (found,) = read([statistics_of(Cast(values, E4M3, tensor_amax(values), torch.tensor(scale)))])
     assert found.is_finite is (math.isfinite(value) and scale == 1.0)
+    assert found.sqnr_db is None  # nor without an error
 
 
 @pytest.mark.parametrize("blocks", [ROWS, SQUARES, VECTORS, MX])
@@ -126,15 +127,6 @@ def test_each_block_has_its_own_scale(blocks):
     assert (counted.lowest_scale, counted.highest_scale) == (held.min(), held.max())
 
 
-def test_normal_values_have_known_error_of_the_format():
-    """Three mantissa bits give 31 to 32 dB, two give 25 to 26, and ten give 73 to 75."""
-    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    amax = tensor_amax(x)
-    casts = [Cast(x, fmt, amax, scale_from_amax(amax, fmt)) for fmt in FORMATS]
-    found = [each.sqnr_db for each in read([statistics_of(cast) for cast in casts])]
-    assert 31 < found[0] < 32 and 25 < found[1] < 26 and 73 < found[2] < 75
-
-
 @pytest.mark.parametrize("blocks, columns", [(None, 512), (VECTORS, 512), (SQUARES, 300)])
 def test_large_tensor_is_sampled_except_its_amax(blocks, columns):
     x = torch.randn(1100, columns, generator=torch.Generator().manual_seed(0))
@@ -166,15 +158,6 @@ def test_statistics_of_two_batches_combine():
     (merged, together) = read([parts[0].merged(parts[1]), parts[2]])
     assert merged._replace(signal=0, noise=0) == together._replace(signal=0, noise=0)
     assert merged.noise == pytest.approx(together.noise, rel=1e-9)
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_non_finite_values_have_no_error_in_decibels(bad):
-    x = values(5, 4, 8, 1)
-    x[2, 3] = bad
-    amax = tensor_amax(x)
-    (found,) = read([statistics_of(Cast(x, E4M3, amax, scale_from_amax(amax, E4M3)))])
-    assert not math.isfinite(found.amax) and found.sqnr_db is None
 
 
 def test_stored_codes_count_zeros_and_largest_values():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conv1d_twins import conv
 from torch import nn
+from widths import nightly
 
 import fp8_backends
 from fp8_backends import resolve
@@ -61,7 +62,7 @@ def train(
         ("native:delayed", False),
         ("native:mxfp8", False),
         ("ao:tensorwise", False),
-        ("ao:tensorwise", True),
+        nightly("ao:tensorwise", True),
     ],
 )
 def test_bf16_phase_equals_a_restored_model(backend, compiled):
@@ -152,40 +153,12 @@ def test_warm_up_in_bf16_delays_the_proof_and_is_logged(capsys):
 
 
 @pytest.mark.parametrize(
-    ("backend", "saved_at"),
-    [
-        ("native:dynamic", 2),
-        ("native:delayed", 2),
-        ("native:delayed", 4),
-        ("ao", 4),
-        ("msamp:O2", 2),
-        ("msamp:O4", 4),
-    ],
+    "base", ["native:delayed", "native:window", "msamp:O2", "msamp:O4", "ao:tensorwise"]
 )
-def test_resume_across_a_change_is_exact(backend, saved_at):
-    spec = {"backend": backend, "schedule": {3: "bf16", 5: resolve(backend).name.partition("+")[0]}}
-    if backend.startswith("msamp"):
-        spec["schedule"] = {3: "bf16", 5: "native:window"}
-    model, optimizer = prepared(spec)
-    train(model, optimizer, saved_at)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    losses = train(model, optimizer, 7 - saved_at, first=saved_at)
-    resumed, its_optimizer = prepared(spec)
-    resumed.load_state_dict(saved[0])
-    its_optimizer.load_state_dict(saved[1])
-    assert train(resumed, its_optimizer, 7 - saved_at, first=saved_at) == losses
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True)
-    )
-
-
-@pytest.mark.parametrize("base", ["native:delayed", "native:window", "msamp:O2"])
 def test_every_phase_resumes_in_a_new_and_in_a_running_model(base):
-    rule = "native:window" if base == "msamp:O2" else base
-    spec = {
-        "backend": base,
-        "schedule": {0: "bf16", 1: rule, 2: "native:rowwise", 3: "bf16", 4: rule},
-    }
+    rule = "native:window" if "msamp" in base else base
+    another = base if base.startswith("ao") else "native:rowwise"
+    spec = {"backend": base, "schedule": {0: "bf16", 1: rule, 2: another, 3: "bf16", 4: rule}}
     model, optimizer = prepared(spec, SharedInput())
     states, losses = {}, []
     for step in range(5):
