@@ -64,9 +64,7 @@ def digest(path: Path) -> dict[str, Any]:
 
 def flush(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folder
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -16,16 +16,14 @@ from ..recipes.fields import OF_FEATURES
 from ..recipes.handlers import Recipe
 
 UNREADABLE = (
-    *(
-        "rounding",
-        "shard_states",
-        "gradient_release",
-        "offload",
-        "include",
-        "exclude",
-        "module_filter_func",
-        "gradient_comm",
-    ),
+    "rounding",
+    "shard_states",
+    "gradient_release",
+    "offload",
+    "include",
+    "exclude",
+    "module_filter_func",
+    "gradient_comm",
     *OF_FEATURES,
 )
 """Fields without an equivalent in the original."""

@@ -21,7 +21,7 @@ from widths import nightly
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.tensors.scaled_tensor import Kind, Partial, ScaledTensor
+from fp8_backends.tensors.scaled_tensor import Kind, Partial, ScaledTensor, quantize_pair
 
 __all__ = ["fresh_accelerate"]
 NAN, INF = math.nan, math.inf
@@ -352,7 +352,10 @@ def test_crafted_pickle_of_scaled_tensor_is_refused():
     matrix = torch.ones(4, 4)
     wrong = [
         *((0, data) for data in (codes.long(), codes.float(), codes.to_sparse(), [1, 2], None)),
-        *((1, storage) for storage in (torch.int64, torch.bfloat16, torch.complex64, "fp8", None)),
+        *(
+            (1, storage)
+            for storage in (torch.int64, torch.bfloat16, torch.complex64, torch.uint8, "fp8", None)
+        ),
         *((2, inverse) for inverse in (TWO, ONE, scale.long(), scale.double(), 1.0, None)),
         *((3, (torch.float32, exponent, *plain)) for exponent in (-8, 8, 0.5)),
         (3, (torch.int64, 0, *plain)),
@@ -365,11 +368,23 @@ def test_crafted_pickle_of_scaled_tensor_is_refused():
         *((5, {name: other}) for name in ("master", "rest")),
         (5, {"_view": (codes, codes)}),
     ]
-    for place, value in wrong:
+    _, pair = quantize_pair(matrix).__reduce_ex__(4)
+    residual = pair[5]["rest"]
+    unfit = (residual.short(), [1, 2], residual[:2], residual.t().contiguous().t(), other)
+    of_pair = [
+        *({5: {"rest": rest}} for rest in unfit),
+        {0: matrix.half(), 1: torch.float16},
+        {1: torch.float8_e5m2},
+        {2: TWO, 3: (torch.float32, 8, *plain)},
+        {3: (torch.float32, 0, Kind.GRADIENT, Partial.WHOLE)},
+    ]
+    cases = [(sound, {place: value}) for place, value in wrong]
+    for parts, changes in (*cases, *((pair, each) for each in of_pair)):
         file = io.BytesIO()
-        torch.save(Pickled(rebuild, (*sound[:place], value, *sound[place + 1 :])), file)
+        damaged = [changes.get(place, part) for place, part in enumerate(parts)]
+        torch.save(Pickled(rebuild, tuple(damaged)), file)
         file.seek(0)
-        check_refused((place, value), lambda: torch.load(file, weights_only=True))  # noqa: B023
+        check_refused(changes, lambda: torch.load(file, weights_only=True))  # noqa: B023
 
 
 # Messages

@@ -235,17 +235,13 @@ OPERATIONS = {
     "add": lambda t: t + 1,
     "product of two": lambda t: t * t,
     "matmul": lambda t: t @ t.t(),
-    "sum": lambda t: t.sum(dim=0),
     "index": lambda t: t[torch.tensor([1, 3])],
     "transpose": lambda t: t.t(),
     "reshape": lambda t: t.reshape(4, 16),
-    "permute": lambda t: t.permute(1, 0),
     "select": lambda t: t[1],
     "split": lambda t: torch.cat(t.split(3)),
-    "chunk": lambda t: torch.stack([c.sum() for c in t.chunk(3)]),
     "as_strided": lambda t: t.as_strided((4, 2), (8, 1)),
     "cat": lambda t: torch.cat([t, t]),
-    "where": lambda t: torch.where(t > 0, t, 0.0),
     "norm": lambda t: torch.linalg.vector_norm(t),
     "one norm": lambda t: torch.linalg.vector_norm(t, 1),
     "inf norm": lambda t: torch.linalg.vector_norm(t, float("inf")),
@@ -254,11 +250,8 @@ OPERATIONS = {
     "foreach norm": lambda t: torch.stack(torch._foreach_norm([t, t])),
     "linear": lambda t: torch.nn.functional.linear(torch.ones(2, 8), t),
     "embedding": lambda t: torch.nn.functional.embedding(torch.tensor([0, 5]), t),
-    "neg": lambda t: -t,
     "unsqueeze": lambda t: t.unsqueeze(0).squeeze(0),
-    "number over it": lambda t: 1 / (t.abs() + 1),
     "bfloat16": lambda t: t.to(torch.bfloat16).float(),
-    "double": lambda t: t.double().float(),
     "int": lambda t: (t * 100).int(),
     "zeros_like": lambda t: torch.zeros_like(t),
     "written into a plain tensor": lambda t: torch.zeros(8, 8).copy_(t),
@@ -522,40 +515,6 @@ class Mesh:
 
     def size(self) -> int:
         return 2
-
-
-FILES = {
-    "not int8": lambda parts, others: others.update(rest=others["rest"].short()),
-    "no tensor": lambda parts, others: others.update(rest=[1, 2]),
-    "another shape": lambda parts, others: others.update(rest=others["rest"][:2]),
-    "other strides": lambda parts, others: others.update(rest=others["rest"].t().contiguous().t()),
-    "another master": lambda parts, others: others.update(rest=quantize(torch.ones(2, 4), FP16)),
-    "a master of its own": lambda parts, others: others.update(
-        master=quantize(torch.ones(4, 4), FP16)
-    ),
-    "of FP16 data": lambda parts, others: parts.update(data=parts["data"].half(), storage=FP16),
-    "of E5M2 data": lambda parts, others: parts.update(storage=E5M2),
-    "of a gradient": lambda parts, others: parts.update(
-        context=(torch.float32, 0, Kind.GRADIENT, Partial.WHOLE)
-    ),
-    "in blocks": lambda parts, others: parts.update(
-        scale_inv=torch.ones(2), context=(torch.float32, 8, Kind.WEIGHT, Partial.WHOLE)
-    ),
-    "roots with one scale": lambda parts, others: parts.update(storage=ROOT8) or others.clear(),
-}
-
-
-@pytest.mark.parametrize("damage", FILES.values(), ids=FILES)
-def test_file_with_inconsistent_parts_is_refused(damage):
-    rebuild, state = quantize_pair(values(4, 4)).__reduce_ex__(4)
-    parts = dict(
-        zip(("data", "storage", "scale_inv", "context", "requires_grad"), state[:5], strict=True)
-    )
-    assert torch.equal(rebuild(*state).exact(), quantize_pair(values(4, 4)).exact())
-    others = dict(state[5])
-    damage(parts, others)
-    with pytest.raises(FP8BackendError, match="damaged, or was made up"):
-        rebuild(*parts.values(), others)
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.25, 3.0, torch.tensor(4.0)])
