@@ -19,7 +19,7 @@ from tables import printed
 from fp8_backends.formats.formats import E4M3, E4M11, FP16, ROOT8, Format
 from fp8_backends.kernels.adam import AdamSteps, Job, Slot, adam_hypers
 from fp8_backends.kernels.adam_table import measured
-from fp8_backends.tensors.scaled_tensor import quantize, quantize_pair
+from fp8_backends.tensors.scaled_tensor import quantize
 
 
 class Level(NamedTuple):
@@ -63,7 +63,7 @@ def slot(values: torch.Tensor, fmt: Format | None, block_size: int = 0) -> Slot:
     if fmt is None:
         return Slot(values)
     made = (
-        quantize_pair(values)
+        quantize(values, torch.int8)
         if fmt is E4M11
         else quantize(values, fmt.dtype, block_size=block_size)
     )

@@ -11,7 +11,7 @@ import torch
 from fp8_backends.formats.formats import ROOT8
 from fp8_backends.kernels.adam import AdamSteps, Job, Slot, adam_hyper
 from fp8_backends.kernels.adam_table import AdamTable, measured
-from fp8_backends.tensors.scaled_tensor import quantize, quantize_pair
+from fp8_backends.tensors.scaled_tensor import quantize
 
 E4M3 = torch.float8_e4m3fn
 # weight, grad, exp_avg, exp_avg_sq: a dtype, None for FP32, or a scaled format with its block size
@@ -48,7 +48,7 @@ def slot(values, kind):
         return Slot(values.to(kind or torch.float32).clone())
     name, _, block = kind.partition(" ")
     stored = (
-        quantize_pair(values)
+        quantize(values, torch.int8)
         if name == "split"
         else quantize(values, SCALED[name], block_size=int(block or 0))
     )

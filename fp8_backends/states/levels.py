@@ -25,7 +25,6 @@ from ..tensors.scaled_tensor import (
     ScaledTensor,
     dequantize_shards,
     quantize,
-    quantize_pair,
 )
 from ..tensors.sharded_tensor import is_distributed, local_part, placed_as, shard_groups, with_local
 from ..torch_tools.modules import owner_of, weight_name
@@ -157,7 +156,7 @@ def quantize_weight(values: torch.Tensor, level: str, trains: bool = True) -> to
     """
     values = values if is_distributed(values) else values.contiguous()
     if level == "O4":
-        weight = quantize_pair(values, values.dtype)
+        weight = quantize(values, torch.int8, values.dtype)  # E4M3 and a residual
     elif level == "O3":
         master = quantize(values, float16, values.dtype)
         # as after every optimizer step

@@ -29,7 +29,6 @@ from ..tensors.sharded_tensor import is_distributed
 from ..torch_tools.backward_end import call_when_backward_ends, inside_backward
 from ..words import readable_bytes
 from . import checkpoint
-from .adamw import ScaledMoments
 from .link import Link, link_to
 from .scaled_states import LocalView, ScaledStates
 
@@ -197,7 +196,7 @@ class Offload:
 
 def check(optimizer: torch.optim.Optimizer) -> None:
     """Raise `FP8BackendError` for an optimizer without a step in the host."""
-    if not isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam, ScaledMoments)):
+    if not isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam)):
         raise FP8BackendError(
             'offload="states" makes the steps of torch.optim.AdamW and Adam, by C++ kernels, and '
             f"not of {type(optimizer).__name__}: use one of these, or leave offload out"

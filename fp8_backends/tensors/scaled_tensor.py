@@ -704,7 +704,8 @@ def quantize(
         values: any floating-point tensor, contiguous if `block_size` is given. The ranks of a
             DTensor agree on a single scale, so all of them call this; the result is a DTensor.
         storage: E4M3, E5M2, FP16, or FP32 (with scale 1); uint8 for the roots of `values`, in
-            blocks; int8 for E4M3 with a residual.
+            blocks; int8 for E4M3 with a residual (`formats.E4M11`), whose values of at least 2**-13
+            of the amax are exact to 2**-12 of themselves, and smaller ones to 2**-25 of the amax.
         dtype: presented dtype (default: the dtype of `values`, FP32 for FP16).
         block_size: elements of the flattened tensor that share a scale; 0: all.
         amax: FP32, 0-dimensional; replaces the amax of `values`, such as a part of a tensor.
@@ -721,21 +722,6 @@ def quantize(
     result = ScaledTensor(codes, scale_inv, dtype, block_size)
     result.rest = lower_bits
     return with_local(values, result)
-
-
-def quantize_pair(
-    values: torch.Tensor, dtype: torch.dtype | None = None, amax: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Round values to nearest as E4M3 codes with a residual (`formats.E4M11`), with one
-    power-of-two scale.
-
-    A value of at least 2**-13 of the amax is exact to 2**-12 of itself, and a smaller one to 2**-25
-    of the amax.
-
-    Args:
-        values, dtype, amax: as in `quantize`.
-    """
-    return quantize(values, torch.int8, dtype, amax=amax)
 
 
 def quantize_like(

@@ -21,7 +21,7 @@ from widths import nightly
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.tensors.scaled_tensor import Kind, Partial, ScaledTensor, quantize_pair
+from fp8_backends.tensors.scaled_tensor import Kind, Partial, ScaledTensor, quantize
 
 __all__ = ["fresh_accelerate"]
 NAN, INF = math.nan, math.inf
@@ -368,7 +368,7 @@ def test_crafted_pickle_of_scaled_tensor_is_refused():
         *((5, {name: other}) for name in ("master", "rest")),
         (5, {"_view": (codes, codes)}),
     ]
-    _, pair = quantize_pair(matrix).__reduce_ex__(4)
+    _, pair = quantize(matrix, torch.int8).__reduce_ex__(4)
     residual = pair[5]["rest"]
     unfit = (residual.short(), [1, 2], residual[:2], residual.t().contiguous().t(), other)
     of_pair = [

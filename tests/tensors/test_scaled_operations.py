@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from fp8_backends.errors import FP8BackendError
-from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize, quantize_pair
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 
 # PyTorch's own tests forbid flags such as `torch.backends.mkldnn.enabled` in the process; other
 # tests here set them
@@ -48,7 +48,7 @@ CHANGE_THE_SHAPE |= {"addbmm_", "nn.functional.dropout3d_"}  # with some of thei
 def weight_of(values: torch.Tensor, level: str = "O3") -> tuple[nn.Parameter, torch.Tensor]:
     """A weight as a level stores it, and its exact values as a plain tensor of the same dtype and
     strides."""
-    weight = quantize_pair(values) if level == "O4" else quantize(values, FP16)
+    weight = quantize(values, torch.int8) if level == "O4" else quantize(values, FP16)
     if level == "O3":
         master, weight = weight, quantize(weight.dequantize(torch.float32), E4M3, values.dtype)
         weight.rest = master

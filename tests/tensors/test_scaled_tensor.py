@@ -23,7 +23,6 @@ from fp8_backends.tensors.scaled_tensor import (
     Partial,
     ScaledTensor,
     quantize,
-    quantize_pair,
     stored_parts,
 )
 from fp8_backends.tensors.sharded_tensor import agreed_over
@@ -55,7 +54,7 @@ FORMS = {
     "E4M3": lambda x: quantize(x, E4M3),
     "FP16": lambda x: quantize(x, FP16),
     "E4M3 in blocks": lambda x: quantize(x, E4M3, block_size=16),
-    "pair": quantize_pair,
+    "pair": lambda x: quantize(x, torch.int8),
     "with a master": lambda x: weights("O3", x).detach(),
     "roots in blocks": lambda x: quantize(x.abs(), ROOT8, block_size=16),
 }
@@ -140,12 +139,12 @@ def test_quantize_rounds_by_at_most_half_a_step(storage, block_size, seed, expon
 @given(seed=st.integers(0, 1000), exponent=st.integers(-60, 60), n=st.integers(1, 100))
 def test_pair_has_12_bits_and_nearest_code(seed, exponent, n):
     x = values(n, seed=seed) * torch.logspace(0, -9, n) * 2.0**exponent
-    t = quantize_pair(x)
+    t = quantize(x, torch.int8)
     error = (t.exact().double() - x.double()).abs()
     assert (
         error <= torch.maximum(2.0**-12 * x.double().abs(), 2.0**-25 * x.double().abs().max())
     ).all()
-    assert torch.equal(quantize_pair(t.exact()).exact(), t.exact())
+    assert torch.equal(quantize(t.exact(), torch.int8).exact(), t.exact())
     scaled = t.exact() / t.scale_inv
     nearest = saturating_cast(scaled, formats.E4M3).float()
     assert torch.equal((t.codes.float() - scaled).abs(), (nearest - scaled).abs())
@@ -153,7 +152,7 @@ def test_pair_has_12_bits_and_nearest_code(seed, exponent, n):
 
 def test_large_pair_in_parts_matches_reference():
     x = values(ENCODED_AT_ONCE + 77) * torch.logspace(0, -7, ENCODED_AT_ONCE + 77)
-    t = quantize_pair(x)
+    t = quantize(x, torch.int8)
     rounded = reference.nearest_round(x / t.scale_inv, formats.E4M11)
     codes, residual = reference.split(rounded)
     assert torch.equal(t.codes.view(torch.uint8), codes) and torch.equal(t.residual, residual)
@@ -178,7 +177,7 @@ def test_root_has_5_bits_and_keeps_values_positive(seed, exponent, n):
 def test_a_non_finite_value_makes_the_scale_non_finite(bad, storage):
     x = values(8, 8)
     x[3, 3] = bad
-    for t in (quantize(x, storage), quantize_pair(x)):
+    for t in (quantize(x, storage), quantize(x, torch.int8)):
         assert not torch.isfinite(t.scale_inv) and not torch.isfinite(t.exact()).any()
         assert not torch.isfinite(torch.linalg.vector_norm(t))
 
@@ -277,7 +276,7 @@ LEVELS = ["O2", "O3", "O4"]
 def weights(level: str, x: torch.Tensor) -> nn.Parameter:
     """A weight as a level stores it."""
     if level == "O4":
-        return nn.Parameter(quantize_pair(x))
+        return nn.Parameter(quantize(x, torch.int8))
     weight = quantize(x, FP16)
     if level == "O3":
         master, weight = weight, quantize(weight.dequantize(), E4M3)
@@ -710,5 +709,5 @@ def test_repr_shows_format_and_scale():
         values(2)
     )
     assert "one scale" in repr(quantize(torch.empty(2, 2, device="meta"), E4M3))
-    assert "stored as E4M3 and a residual, scale_inv" in repr(quantize_pair(values(4, 4)))
+    assert "stored as E4M3 and a residual, scale_inv" in repr(quantize(values(4, 4), torch.int8))
     assert "stored as ROOT8, 2 scales" in repr(quantize(torch.ones(8, 4), ROOT8, block_size=16))

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import nn
 
-from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize, quantize_pair
+from fp8_backends.tensors.scaled_tensor import ScaledTensor, quantize
 
 VOCABULARY, LENGTH = 64, 16
 LAYERS = 14
@@ -125,7 +125,7 @@ def _as_stored(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(stored, ScaledTensor):
         return value
     if stored.residual is not None:
-        return quantize_pair(value).exact()
+        return quantize(value, torch.int8).exact()
     with_all_precision = stored if stored.master is None else stored.master
     return quantize(value, with_all_precision.codes.dtype, value.dtype).dequantize()
 
