@@ -27,7 +27,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from ..errors import FP8BackendError
-from ..formats.formats import E4M3
+from ..formats.formats import COMPUTE_DTYPES, E4M3
 from ..formats.scaling import MX, Quantized
 from ..kernels.quantize import dequantize_blocks, quantize_blocks
 from ..kernels.triton_gate import PLAIN_TYPES, is_eager
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 WITH_ATTENTION = "fp8+attention"
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of values that can be packed."""
 SAVED_AT_ONCE = 2**24
 """Elements unpacked at a time: eager operations copy them in FP32."""
 
@@ -379,7 +377,7 @@ def _is_packable(tensor: torch.Tensor) -> bool:
     """Return True if codes save memory: the tensor is large, not a leaf and not expanded."""
     if (
         type(tensor) not in PLAIN_TYPES
-        or tensor.dtype not in DTYPES
+        or tensor.dtype not in COMPUTE_DTYPES
         or tensor.numel() < FEWEST_TO_SAVE
     ):
         return False
@@ -456,7 +454,7 @@ def packed(values: torch.Tensor, centers: bool = False) -> PackedValues:
     """Pack a tensor.
 
     Args:
-        values: [..., columns] of any strides; one of DTYPES.
+        values: [..., columns] of any strides; one of COMPUTE_DTYPES.
         centers: backward reads distances from row means.
     """
     dtype = values.dtype

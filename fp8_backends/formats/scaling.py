@@ -63,14 +63,13 @@ def without_nan(x: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(x, nan=0.0, posinf=float("inf"), neginf=float("-inf"))
 
 
-def scale_from_amax(amax: torch.Tensor, fmt: Format, margin: int = 0) -> torch.Tensor:
-    """Return `fmt.max * 2**-margin / amax` in FP32; 1 for an amax of 0, inf or NaN; at most the
-    largest FP32.
+def scale_from_amax(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return `fmt.max / amax` in FP32; 1 for an amax of 0, inf or NaN; at most the largest FP32.
 
     TransformerEngine's `compute_scale_from_amax` (common/recipe/recipe_common.cuh).
     """
     # divide tensors: a Python number over a tensor multiplies by the reciprocal and rounds twice
-    scale = torch.clamp(torch.full_like(amax, fmt.max * 2.0**-margin) / amax, max=FP32.max)
+    scale = torch.clamp(torch.full_like(amax, fmt.max) / amax, max=FP32.max)
     return torch.where(is_usable(amax), scale, 1.0)
 
 

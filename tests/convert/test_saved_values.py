@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fp8_backends.convert import saved_activations
-from fp8_backends.convert.saved_activations import DTYPES, packed
+from fp8_backends.convert.saved_activations import packed
+from fp8_backends.formats.formats import COMPUTE_DTYPES
 
 
 def off_by(values: torch.Tensor) -> torch.Tensor:
@@ -19,7 +20,7 @@ def off_by(values: torch.Tensor) -> torch.Tensor:
     return (read.double() - x).abs() / torch.maximum(2**-4 * x.abs(), 2**-16 * largest)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=str)
 # the last: a CPU's own casts
 @pytest.mark.parametrize("shape", [(3, 5, 64), (2, 50), (128, 96)], ids=str)
 def test_relative_error_is_at_most_a_sixteenth(dtype, shape):
@@ -35,7 +36,7 @@ def test_any_strides_are_packed():
     assert off_by(torch.randn(128, 160).t()).max() <= 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=str)
 def test_parts_unpack_like_the_whole(dtype, monkeypatch):
     torch.manual_seed(0)
     values = packed(torch.randn(7, 9, 96).to(dtype))
@@ -44,7 +45,7 @@ def test_parts_unpack_like_the_whole(dtype, monkeypatch):
     assert torch.equal(values.unpacked((7, 9, 96)), whole)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", COMPUTE_DTYPES, ids=str)
 def test_zeros_signs_nan_and_inf_are_preserved(dtype):
     ends = [
         0.0,

@@ -31,28 +31,13 @@ from ..products import block_scaled_product, scaled_product
 from ..refusals import is_parallel
 
 
-def _at_first_use(function: str) -> Callable[..., Any]:
-    def imports(*arguments: Any) -> Any:
-        importlib.import_module(f"{__package__}.tensor_parallel")  # enters its functions
-        return PARALLEL[function](*arguments)
-
-    return imports
-
-
-PARALLEL: dict[str, Callable[..., Any]] = {
-    function: _at_first_use(function) for function in ("cut_of", "cut_obstacle", "operands")
-}
-"""Functions for layers cut over ranks."""
-
-
 def parallel(function: str, layer: nn.Module, weight: torch.Tensor, *arguments: Any) -> Any:
-    """Call a function for a weight cut by a tensor-parallel style. Return None for any other
-    weight."""
-    return (
-        PARALLEL[function](layer, weight, *arguments)
-        if is_parallel(layer) and is_distributed(weight)
-        else None
-    )
+    """Call a function of `tensor_parallel` for a weight cut by its styles. Return None for any
+    other weight."""
+    if not is_parallel(layer) or not is_distributed(weight):
+        return None
+    of_parts = importlib.import_module(f"{__package__}.tensor_parallel")
+    return getattr(of_parts, function)(layer, weight, *arguments)
 
 
 class Split(NamedTuple):
@@ -358,7 +343,7 @@ class PlainWeight:
 
         if rule.scales.moves_in_forward:  # anew in every forward
             return cast()
-        return layer.fp8_shared.of_weight(layer, (rule,), cast)
+        return layer.fp8_shared.of_weight(layer, cast)
 
     def quantized_matrices(
         self,
@@ -374,7 +359,7 @@ class PlainWeight:
         is_new = rule.scales.moves_in_forward or weight is not layer.weight
         if is_new or stored.is_in(rule.forward_format):
             return quantize()
-        return layer.fp8_shared.of_weight(layer, (rule,), quantize)
+        return layer.fp8_shared.of_weight(layer, quantize)
 
     def saved(
         self, weight: torch.Tensor, stored: Stored, rule: LayerRule, w8: Layouts

@@ -36,7 +36,6 @@ from ..refusals import (
 )
 from .layer_rule import (
     FROZEN,
-    PARALLEL,
     LayerRule,
     PlainWeight,
     Stored,
@@ -124,7 +123,9 @@ class FP8Products(KeepsLedger):
         if not torch.compiler.is_compiling() and self.fp8_out_dtype != out_dtype:
             self.fp8_out_dtype = out_dtype
         if self.fp8_cut is not None or is_distributed(weight):
-            operands = PARALLEL["operands"](self, input)
+            from . import tensor_parallel  # only for layers cut over ranks
+
+            operands = tensor_parallel.operands(self, input)
         else:
             operands = Operands(input, weight, self.bias, None, input, input)
         x, weight, bias, cut = operands[:4]

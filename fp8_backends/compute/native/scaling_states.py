@@ -166,9 +166,9 @@ class SharedCodes(Modes):
         if self.keeps_weights:
             self._weights.update(dict.fromkeys(trained, (None, None, None)))
 
-    def of_weight(self, layer: nn.Module, key: tuple, quantize: Callable) -> Any:
-        """Return quantize(), or an earlier forward's result for this layer, its very weight, and
-        key. Misses changes through `weight.data`, which autograd does not count. Keeps codes only
+    def of_weight(self, layer: nn.Module, quantize: Callable) -> Any:
+        """Return quantize(), or an earlier forward's result for this layer, its very weight and
+        rule. Misses changes through `weight.data`, which autograd does not count. Keeps codes only
         in training, of trained weights, and only of whole ones: codes of gathered weights would
         need the memory saved by sharding."""
         if not self.keeps_weights or torch.compiler.is_compiling():
@@ -187,12 +187,12 @@ class SharedCodes(Modes):
             for t in read(layer.weight)
             if t is not None
         )
-        known_memory, known_key, codes = self._weights[layer]
-        if known_memory != memory or known_key != key:
+        known_memory, known_rule, codes = self._weights[layer]
+        if known_memory != memory or known_rule != layer.fp8_rule:
             codes = quantize()
             # a later forward in training could not save such codes
             if not torch.is_inference_mode_enabled():
-                self._weights[layer] = (memory, key, codes)
+                self._weights[layer] = (memory, layer.fp8_rule, codes)
         return codes
 
     def held(self, layer: nn.Module) -> Any:

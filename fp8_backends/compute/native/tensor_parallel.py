@@ -20,7 +20,7 @@ from ...formats.scaling import INPUT, Blocks
 from ...kernels.layouts import Layouts
 from ...tensors.sharded_tensor import is_distributed
 from ..refusals import part_obstacle
-from .layer_rule import PARALLEL, Split, split_of
+from .layer_rule import Split, split_of
 from .linear import Operands
 
 if TYPE_CHECKING:
@@ -185,6 +185,3 @@ def gathered(tokens: Any, part: Layouts) -> Layouts:
     return part._replace(
         codes=codes.view(part.codes.dtype), transposed=None, transposed_scale_inv=None
     )
-
-
-PARALLEL.update(cut_of=cut_of, cut_obstacle=cut_obstacle, operands=operands)

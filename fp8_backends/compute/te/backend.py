@@ -209,11 +209,7 @@ class TransformerEngineCompute(Compute):
             return None
         if tensor == WEIGHT:
             values = module.matrix
-            if (
-                is_distributed(values)
-                or type(values.data) is not torch.Tensor
-                or isinstance(values, ScaledTensor)
-            ):
+            if is_distributed(values) or type(values.data) is not torch.Tensor:
                 return None
         forward, gradient = RECIPE_FORMATS[recipe.fp8_format]
         fmt = gradient if tensor == GRAD_OUTPUT else forward

@@ -37,7 +37,7 @@ def float8_config(value: Any) -> Float8LinearConfig:
 def scaling_of(config: Float8LinearConfig) -> str:
     """Name the recipe of a `Float8LinearConfig`: `tensorwise`, `rowwise`, `rowwise_with_gw_hp`, or
     `custom`."""
-    casts = [getattr(config, f"cast_config_{name}") for name in _CASTS]
+    casts = [getattr(config, f"cast_config_{name}") for name in CASTS]
     rules = tuple(
         "off" if cast.scaling_type.value == "disabled" else cast.scaling_granularity.value
         for cast in casts
@@ -45,10 +45,11 @@ def scaling_of(config: Float8LinearConfig) -> str:
     return _RECIPE_OF_RULES.get(rules, "custom")
 
 
-_CASTS = (
+CASTS = (
     *("input", "weight", "grad_output"),
     *("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight"),
 )
+"""The casts of a configuration: first INPUT, WEIGHT and GRAD_OUTPUT."""
 _RECIPE_OF_RULES = {
     ("tensorwise",) * 6: "tensorwise",
     ("axiswise",) * 6: "rowwise",

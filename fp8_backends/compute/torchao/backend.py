@@ -20,7 +20,7 @@ from torch import nn
 
 from ...errors import BackendUnavailableError, RecipeError
 from ...formats.formats import FORMATS, Format
-from ...formats.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Blocks, scale_inv_of, tensor_amax
+from ...formats.scaling import INPUT, WEIGHT, Blocks, scale_inv_of, tensor_amax
 from ...tensors.sharded_tensor import is_distributed
 from ...tensors.statistics import Cast
 from .. import hardware
@@ -29,7 +29,7 @@ from ..hardware import Availability
 from ..interface import ALIGNMENT, Compute, Recipe
 from ..products import exact_product
 from ..refusals import note_whether_cut, part_obstacle
-from . import scaling_of
+from . import CASTS, scaling_of
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -38,12 +38,6 @@ if TYPE_CHECKING:
 
 CONFIG_OPTIONS = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
 """Recipe fields with the name of a field of `Float8LinearConfig`."""
-
-_CAST_CONFIGS = {
-    INPUT: "cast_config_input",
-    WEIGHT: "cast_config_weight",
-    GRAD_OUTPUT: "cast_config_grad_output",
-}
 
 
 class TorchAOCompute(Compute):
@@ -189,7 +183,7 @@ class TorchAOCompute(Compute):
         from torchao.float8.config import ScalingGranularity, ScalingType
         from torchao.float8.float8_utils import amax_to_scale
 
-        config = getattr(module.config, _CAST_CONFIGS[tensor])
+        config = getattr(module.config, f"cast_config_{CASTS[tensor]}")
         is_plain = not is_distributed(values) and type(values.data) is torch.Tensor
         if config.scaling_type is ScalingType.DISABLED or not is_plain or module.ao_paused:
             return None
