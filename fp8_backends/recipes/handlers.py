@@ -210,6 +210,8 @@ class Recipe(CommonFields):
         """Return the recipe of a phase of `schedule`; None for bf16."""
         if word == KEPT_IN_BF16:
             return None
+        if word == self.name.lower():  # a level goes with this word, and with no other
+            return self
         recipe = self._for_layers(word, "schedule")
         if recipe is self:
             return recipe
