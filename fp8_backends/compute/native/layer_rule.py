@@ -56,6 +56,25 @@ def split_of(cut: Any, tensor: int) -> Split | None:
     return None if cut is None else cut.split(tensor)
 
 
+class Operands(NamedTuple):
+    """The operands of a layer on this rank."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    cut: Any
+    """The cut of the layer over ranks; None: each has all of it."""
+    origin: Any
+    """The common source of equal inputs of several layers."""
+    values: torch.Tensor
+    """The input's values to quantize, with their `split` over ranks."""
+    split: Any = None
+    view: tuple = ()
+    """The geometry of this input in `origin`."""
+    gather: Callable[[Layouts], Layouts] | None = None
+    """Gather the codes of all tokens from the ranks; `input` then has no values."""
+
+
 def fp8_product(
     scales: Rule,
     a: Quantized,

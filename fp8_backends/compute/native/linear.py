@@ -9,7 +9,6 @@ A plain weight on one rank, by a rule without state:
 All else serves others: a weight cut over ranks (`cut`, `split`), of another kind, or with a state.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +36,7 @@ from ..refusals import (
 from .layer_rule import (
     FROZEN,
     LayerRule,
+    Operands,
     PlainWeight,
     Stored,
     fp8_product,
@@ -46,25 +46,6 @@ from .layer_rule import (
 )
 from .scaling_states import KeepsLedger, Ledger, SharedCodes
 from .weights import kind_of, read
-
-
-class Operands(NamedTuple):
-    """The operands of a layer on this rank."""
-
-    input: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    cut: Any
-    """The cut of the layer over ranks; None: each has all of it."""
-    origin: Any
-    """The common source of equal inputs of several layers."""
-    values: torch.Tensor
-    """The input's values to quantize, with their `split` over ranks."""
-    split: Any = None
-    view: tuple = ()
-    """The geometry of this input in `origin`."""
-    gather: Callable[[Layouts], Layouts] | None = None
-    """Gather the codes of all tokens from the ranks; `input` then has no values."""
 
 
 class FP8Products(KeepsLedger):

@@ -20,8 +20,7 @@ from ...formats.scaling import INPUT, Blocks
 from ...kernels.layouts import Layouts
 from ...tensors.sharded_tensor import is_distributed
 from ..refusals import part_obstacle
-from .layer_rule import Split, split_of
-from .linear import Operands
+from .layer_rule import Operands, Split, split_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
