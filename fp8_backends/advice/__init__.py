@@ -19,7 +19,7 @@ from ..convert.conversion import Prepared
 from ..convert.weight_products import FP8
 from ..errors import BackendUnavailableError, FP8BackendError, RecipeError
 from ..evidence.proof import count_flops
-from ..recipes.fields import KEPT_IN_BF16, NAMING, ONE_SCALE, settings_of
+from ..recipes.fields import KEPT_IN_BF16, ONE_SCALE, settings_of
 from ..recipes.handlers import Recipe, Spec, resolve
 from ..recipes.strings import canonical_name
 from ..rules.validate import validate
@@ -155,7 +155,7 @@ class Advice:
         recipe = self.recipe
         path = check_recipe_path(path)
         if objects := [
-            name for name in _fields(recipe) if settings_of(recipe.compute)[name].is_object
+            name for name in recipe.given_settings if settings_of(recipe.compute)[name].is_object
         ]:
             raise FP8BackendError(
                 f"{path}: no file can hold the Python object of {objects[0]}: pass the recipe"
@@ -164,7 +164,7 @@ class Advice:
         gaps = f"gap {measured.gap:.4f}; as given ({self.given.recipe.name}) {self.given.gap:.4f}; "
         gaps += f"{self.around} without FP8 {self.floor.gap:.4f}; {share(measured.flops_share)} of weight FLOPs in FP8"
         comments = [f"fp8-backends advise: {self.verdict}", gaps, *self.further_lines()]
-        fields = {"backend": recipe.name, **_fields(recipe)}
+        fields = {"backend": recipe.name, **recipe.given_settings}
         plain = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in fields.items()
@@ -340,7 +340,8 @@ class _Search:
         gap = self.gap
         chosen = None
         if gap.floor.gap <= TARGET * self.given.gap:
-            chosen = self._changed_layers() or next(filter(self._helps, self._scalings()), None)
+            scalings = (self._try(f"scaling {r.scaling}", r) for r in self._other_scalings())
+            chosen = self._changed_layers() or next(filter(self._helps, scalings), None)
         return Advice(
             self.given,
             chosen,
@@ -378,10 +379,6 @@ class _Search:
         self.remaining -= 1
         self.progress(change)
         return Trial(change, recipe, flops.share, kept, self.gap.of(work, prepared))
-
-    def _scalings(self) -> Iterator[Trial]:
-        for recipe in self._other_scalings():
-            yield self._try(f"scaling {recipe.scaling}", recipe)
 
     def _other_scalings(self) -> Iterator[Recipe]:
         """Yield the recipe in each other scaling rule of the backend that runs here, not
@@ -500,7 +497,7 @@ class _Search:
 def with_layers(recipe: Recipe, layers: Mapping[str, str]) -> Recipe:
     """Return the recipe with these layers in other backends, or in high precision (`BF16`)."""
     others = {name: word for name, word in (recipe.layers or {}).items() if name not in layers}
-    fields = {**_fields(recipe), "backend": recipe.name, "layers": {**layers, **others}}
+    fields = {**recipe.given_settings, "backend": recipe.name, "layers": {**layers, **others}}
     # a pattern must match a layer in FP8
     if not isinstance(slow := recipe.fast_accumulation, bool):
         fields["fast_accumulation"] = [
@@ -517,7 +514,7 @@ def with_scaling(recipe: Recipe, scaling: str) -> Recipe:
         "backend": canonical_name(recipe.compute, scaling, recipe.level if names_level else None)
     }
     changed = resolve(fields)
-    for name, value in _fields(recipe).items():
+    for name, value in recipe.given_settings.items():
         with contextlib.suppress(RecipeError):
             changed = resolve({**fields, name: value})
             fields[name] = value
@@ -531,7 +528,3 @@ def together(names: Sequence[str]) -> str:
     common = os.path.commonprefix(names).rpartition(".")[0]
     parts = ", ".join(name[len(common) :].lstrip(".") for name in names)
     return f"{common}.({parts})" if common else parts
-
-
-def _fields(recipe: Recipe) -> dict[str, Any]:
-    return {name: value for name, value in recipe.to_kwargs().items() if name not in NAMING}

@@ -251,6 +251,11 @@ class Recipe(CommonFields):
         names = dict.fromkeys([*(field.name for field in fields(self)), *self.described])
         return {name: getattr(self, name) for name in names if name in self.given}
 
+    @property
+    def given_settings(self) -> dict[str, Any]:
+        """The given fields, except those that name the backend."""
+        return {name: value for name, value in self.to_kwargs().items() if name not in NAMING}
+
     def replace(self: AnyRecipe, **values: Any) -> AnyRecipe:
         """Return a recipe with the given fields of this one and these."""
         return type(self)(**{**self.to_kwargs(), **values})
@@ -279,9 +284,7 @@ class Recipe(CommonFields):
         return self  # immutable, and users' objects in it are used as they are
 
     def __repr__(self) -> str:
-        given = [
-            f"{name}={value!r}" for name, value in self.to_kwargs().items() if name not in NAMING
-        ]
+        given = [f"{name}={value!r}" for name, value in self.given_settings.items()]
         return f"{type(self).__name__}({', '.join([self.name, *given])})"
 
 

@@ -90,7 +90,6 @@ class Setup:
     accumulation_steps: int | None = None
     max_grad_norm: float | None = None
     quantized_base: bool | None = None
-    parameters: int | None = None
     linear_sizes: tuple[tuple[int, int], ...] = ()
     """(in_features, out_features) of the layers in FP8; empty without a model."""
     linear_trains: bool = False
@@ -148,7 +147,3 @@ refused = partial(Rule, "error", lambda setup: True)
 error, warning, info = (
     partial(Rule, severity, lambda setup: False) for severity in get_args(Severity)
 )
-
-
-def number(amount: int) -> str:
-    return f"{amount / 1e9:.3g} billion" if amount >= 1e9 else f"{amount / 1e6:.3g} million"

@@ -207,7 +207,6 @@ def _with_model(setup: Setup, model: nn.Module) -> Setup:
     return replace(
         setup,
         **{name: value for name, value in shown.items() if getattr(setup, name) is None},
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
         linear_sizes=tuple(
             (p.in_features, p.out_features) for p in expected.products if p.name in fp8
         ),

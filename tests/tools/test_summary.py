@@ -9,8 +9,15 @@ import statistics
 import pytest
 from tools.comparing import recorded
 
-from fp8_backends.tools.compare.summary import Gap, checks, paired_gap, spread, t_quantile, verdict
-from fp8_backends.tools.terminal import change, duration, with_minus_signs
+from fp8_backends.tools.compare.summary import (
+    Gap,
+    checks,
+    paired_gap,
+    reference_spread,
+    t_quantile,
+    verdict,
+)
+from fp8_backends.tools.terminal import change, with_minus_signs
 
 
 def test_only_common_seeds_are_paired():
@@ -57,12 +64,6 @@ def test_quantiles_approach_the_normal_quantile():
         t_quantile(0)
 
 
-def test_spread_is_the_deviation_over_seeds_and_needs_two():
-    assert spread({0: 1.0}) is None
-    found = spread({0: 1.0, 1: 2.0, 2: 4.0})
-    assert found == {"standard_deviation": statistics.stdev([1, 2, 4]), "range": 3.0}
-
-
 HELD_OUT = "held-out loss at most 0.01 nats above fp32's"
 GRADIENTS = "gradients at the initial weights point where fp32's do"
 
@@ -82,6 +83,15 @@ def set_gaps(results, *gaps):
             {**run, "seed": seed, "held_out_loss": 2.0 + gap} for seed, gap in enumerate(added)
         ]
     results["settings"]["seeds"] = len(gaps)
+
+
+def test_spread_is_the_deviation_over_seeds_and_needs_two(results):
+    results["settings"]["reference"] = "native:dynamic"
+    set_gaps(results, 1.0)
+    assert reference_spread(results) is None
+    set_gaps(results, 1.0, 2.0, 4.0)
+    expected = {"standard_deviation": statistics.stdev([1, 2, 4]), "range": 3.0}
+    assert reference_spread(results) == expected
 
 
 def outcome(results, name):
@@ -197,4 +207,3 @@ def test_minus_signs_precede_only_numbers():
         with_minus_signs(text)
         == "held-out −0.0003 (−5.9 %), −<0.1 %, --seeds 5, bf16-exact, 2-rank"
     )
-    assert duration(40) == "40 s"

@@ -85,15 +85,6 @@ def paired_gap(losses: Mapping[int, float], reference: Mapping[int, float]) -> G
     )
 
 
-def spread(losses: Mapping[int, float]) -> dict[str, float] | None:
-    """Return standard deviation and range over seeds; None for fewer than two, or for a loss that
-    is not finite."""
-    values = list(losses.values())
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        return None
-    return {"standard_deviation": statistics.stdev(values), "range": max(values) - min(values)}
-
-
 def number(value: float | None) -> float:
     """Return a number of `results.json`, which stores NaN and inf as None."""
     return math.nan if value is None else value
@@ -126,7 +117,12 @@ def gap_to_reference(results: Results, backend: str) -> Gap | None:
 
 
 def reference_spread(results: Results) -> dict[str, float] | None:
-    return spread(held_out_losses(results, reference_of(results)))
+    """Return standard deviation and range over seeds; None for fewer than two, or for a loss that
+    is not finite."""
+    values = list(held_out_losses(results, reference_of(results)).values())
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    return {"standard_deviation": statistics.stdev(values), "range": max(values) - min(values)}
 
 
 @dataclass

@@ -107,8 +107,8 @@ def given_fields(recipe: Recipe) -> dict[str, Any]:
         for name, field in settings_of(recipe.compute).items()
     }
     defaults["pad_inner_dim"] = True  # the default of TorchAO's handler
-    given = recipe.to_kwargs().items()
-    return {name: value for name, value in given if name not in NAMING and value != defaults[name]}
+    given = recipe.given_settings.items()
+    return {name: value for name, value in given if value != defaults[name]}
 
 
 def yaml_fields(recipe: Recipe) -> dict[str, Any]:

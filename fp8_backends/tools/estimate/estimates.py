@@ -94,6 +94,10 @@ class Workload:
         if not self.batch and self.memory is None:
             raise RecipeError("batch=0 (the most that fit) needs the memory of a device")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.weights == "fp32" else torch.bfloat16
+
 
 @dataclass
 class Estimate:
@@ -207,12 +211,7 @@ def named(backend: Any) -> tuple[str, Recipe | None, dict[str, Any]]:
     given = backend if isinstance(backend, Mapping) else {"backend": backend}
     if names_file(file := given.get("backend")):
         return file, recipe, {name: value for name, value in given.items() if name != "backend"}
-    of_string = ("backend", "scaling", "opt_level")
-    return (
-        recipe.name,
-        recipe,
-        {name: value for name, value in recipe.to_kwargs().items() if name not in of_string},
-    )
+    return recipe.name, recipe, recipe.given_settings
 
 
 @dataclass
@@ -524,7 +523,7 @@ def trace_model(
 ) -> StepTrace:
     """Trace a step of this model and batch, trained as the workload says."""
     autocast = BASELINE_DTYPES[backend if recipe is None else recipe.autocast_dtype]
-    dtype = torch.float32 if workload.weights == "fp32" else torch.bfloat16
+    dtype = workload.dtype
     if sharding in DEEPSPEED:  # holds the model in bf16
         dtype = torch.bfloat16
         autocast = None
@@ -539,13 +538,7 @@ def trace_model(
         accumulates=workload.microbatches > 1,
     )
 
-    def make_batch() -> dict[str, torch.Tensor]:
-        tensors = model.make_batch(batch, workload.sequence)
-        return {
-            name: each.to(dtype) if each.is_floating_point() else each
-            for name, each in tensors.items()
-        }
-
+    make_batch = partial(model.make_batch, batch, workload.sequence, dtype)
     trace = trace_step(lambda: model.make_model(dtype), make_batch, settings, model.stacks)
     if getattr(recipe, "compute", "") == "te":
         _add_te_codes(trace, recipe, sharding)

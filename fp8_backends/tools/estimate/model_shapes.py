@@ -124,7 +124,9 @@ class ModelShape:
     def reads_tokens(self) -> bool:
         return _model_class(self.config).main_input_name != _IMAGES
 
-    def make_batch(self, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    def make_batch(
+        self, batch: int, sequence: int, dtype: torch.dtype = torch.float32
+    ) -> dict[str, torch.Tensor]:
         """Return the arguments of the forward, all zeros: token ids, images or spectrograms, with
         labels."""
         model_class = _model_class(self.config)
@@ -138,7 +140,7 @@ class ModelShape:
             shape = (config.num_channels, *self._image)
         else:
             shape = (config.num_mel_bins, self._frames)
-        return {first: torch.zeros(batch, *shape), "labels": labels}
+        return {first: torch.zeros(batch, *shape, dtype=dtype), "labels": labels}
 
     def samples(self, batch: int, sequence: int) -> str:
         first = _model_class(self.config).main_input_name

@@ -96,9 +96,8 @@ class RankTraining:
     ) -> None:
         """Make a step, and call `enter` with the names of its regions."""
         enter("forward")
-        outputs = self.model(**batch)
-        loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-        del batch, outputs
+        loss = step_trace.loss_of(self.model, batch)
+        del batch
         enter("backward of the head")
         loss.backward()
         del loss
@@ -221,11 +220,10 @@ def _grown(first: Simulation, deeper: Simulation, layers: int) -> Simulation:
 def _trace(
     workload: Workload, shape: ModelShape, recipe: Recipe | None, name: str, sizes: dict[str, int]
 ) -> Simulation:
-    dtype = torch.float32 if workload.weights == "fp32" else torch.bfloat16
     autocast = BASELINE_DTYPES[name if recipe is None else recipe.autocast_dtype]
     with (
         _fake_ranks(sizes) as mesh,
-        step_trace.on_fake_tensors(lambda: shape.make_model(dtype)) as (model, tracker),
+        step_trace.on_fake_tensors(lambda: shape.make_model(workload.dtype)) as (model, tracker),
         Collectives(mesh) as collectives,
     ):
         regions = Regions(tracker, shape.stacks(model))
@@ -251,10 +249,8 @@ def _trace(
             tracker.peaks.clear()
             tracker.peak_totals.clear()
             collectives.seen.clear()
-            batch = shape.make_batch(workload.batch, workload.sequence)
             training.step(
-                {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()},
-                enter,
+                shape.make_batch(workload.batch, workload.sequence, workload.dtype), enter
             )
         if collectives.unknown:
             raise FP8BackendError(

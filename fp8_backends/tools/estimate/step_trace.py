@@ -38,7 +38,6 @@ from ...kernels.adam import AdamSteps
 from ...kernels.backward import cross_entropy
 from ...kernels.triton_gate import PLAIN_TYPES
 from ...preparation import optimizer_steps
-from ...recipes.fields import NAMING
 from ...recipes.handlers import FP8RecipeKwargs, Recipe
 from ...states.scaled_states import ScaledStates
 from ...tensors.scaled_tensor import ScaledTensor
@@ -386,15 +385,16 @@ def traced_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
     if recipe.compute != "te":
         return recipe
     chosen = set(expected.converted)
-    fields = {
-        name: value
-        for name, value in recipe.to_kwargs().items()
-        if name not in (*NAMING, "include", "exclude")
+    fields = recipe.given_settings | {
+        "include": None,
+        "exclude": None,
+        "module_filter_func": lambda module, name: name in chosen,
+        "layers": {
+            name: str(word).replace("te:", "native:")
+            for name, word in (recipe.layers or {}).items()
+        }
+        or None,
     }
-    fields["layers"] = {
-        name: str(word).replace("te:", "native:") for name, word in (recipe.layers or {}).items()
-    } or None
-    fields["module_filter_func"] = lambda module, name: name in chosen
     return FP8RecipeKwargs(backend=recipe.name.replace("te:", "native:", 1), **fields)
 
 
@@ -408,6 +408,11 @@ def run_in_autocast(model: nn.Module, dtype: torch.dtype | None) -> None:
     if dtype is not None:
         forward = torch.autocast("cpu", dtype)(type(model).forward)
         model.forward = types.MethodType(convert_outputs_to_fp32(forward), model)
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    outputs = model(**batch)
+    return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
 
 
 class _Step:
@@ -439,7 +444,7 @@ class _Step:
         tracker = self.tracker
         create_states(tracker, self.model, self.optimizer)
         if self.settings.accumulates:
-            self._loss(make_batch()).backward()
+            loss_of(self.model, make_batch()).backward()
             self.plain_gradients = 0
         stacks = find_stacks(self.model)
         regions = Regions(tracker, stacks)
@@ -456,7 +461,7 @@ class _Step:
         meter = WorkMeter(self.model, find_weight_products(self.model))
         batch = make_batch()
         samples = len(next(iter(batch.values())))
-        loss = self._loss(batch)
+        loss = loss_of(self.model, batch)
         del batch
         regions.goes_back = True
         tracker.enter("backward of the head")
@@ -480,10 +485,6 @@ class _Step:
             self.optimizer.step()
         trace.peaks = tracker.peaks
         return trace
-
-    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        outputs = self.model(**batch)
-        return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
 
     def _products(
         self, work: dict[str, Work], samples: int, blocks: list[nn.Module]
