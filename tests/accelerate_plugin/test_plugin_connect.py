@@ -20,11 +20,7 @@ import fp8_backends
 from fp8_backends.errors import BackendUnavailableError, FP8BackendError, RecipeError
 
 
-def test_no_fp8_by_default():
-    assert type(Accelerator()) is Accelerator
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [None, "no", "bf16"])
 def test_other_precisions_get_the_stock_class(precision):
     assert type(Accelerator(mixed_precision=precision)) is Accelerator
 
@@ -190,12 +186,6 @@ def test_handler_with_backend_repr_is_not_a_backend_string(monkeypatch):
         mixed_precision="fp8", kwargs_handlers=[DistributedDataParallelKwargs()]
     )
     assert accelerator.fp8_recipe.name == "native:dynamic"
-
-
-def test_two_recipes_are_refused():
-    handlers = [fp8_backends.NativeRecipeKwargs(), accelerate.utils.AORecipeKwargs()]
-    with pytest.raises(RecipeError, match="two FP8 recipes, NativeRecipeKwargs and AORecipeKwargs"):
-        Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])

@@ -188,26 +188,6 @@ def test_optimizer_may_hold_extra_parameters():
     assert_fp8_products(model, layers=3)
 
 
-class Bypass(nn.Module):
-    """Never run the Linear layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.unused = mlp()
-        self.scale = nn.Parameter(torch.ones(16))
-
-    def forward(self, x):
-        return x[:, :16] * self.scale
-
-
-def test_unused_fp8_layers_raise_at_first_optimizer_step():
-    accelerator = fp8_accelerator()
-    model = Bypass()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(FP8BackendError):
-        train(accelerator, model, optimizer, batches(1))
-
-
 @pytest.mark.parametrize("backend", ["native:delayed", nightly("ao:tensorwise")])
 def test_compiled_losses_match_eager(backend):
     losses = []

@@ -28,10 +28,11 @@ def accelerator_with(autocast_dtype: str, *handlers) -> Accelerator:
     return Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe, *handlers])
 
 
-def activations_of(model: nn.Module) -> list[torch.dtype]:
-    seen = []
+def prepared(accelerator) -> tuple[nn.Module, torch.optim.Optimizer, list[torch.dtype]]:
+    """Return model and optimizer, and the list of the dtypes of its activations."""
+    model, seen = mlp(), []
     model[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    return seen
+    return *accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1)), seen
 
 
 @pytest.mark.parametrize(
@@ -39,10 +40,8 @@ def activations_of(model: nn.Module) -> list[torch.dtype]:
 )
 def test_autocast_dtype_rules_activations_and_outputs_are_fp32(name, dtype):
     accelerator = accelerator_with(name)
-    model = mlp()
+    model, optimizer, seen = prepared(accelerator)
     before = copied_parameters(model)
-    seen = activations_of(model)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     assert model(batches(1)[0][0]).dtype == torch.float32
     train(accelerator, model, optimizer, batches(3))
     assert set(seen) == {dtype}
@@ -63,9 +62,7 @@ def test_cpu_without_bf16_runs_fp32_around_fp8_with_notice(cpu_without_bf16, cap
         accelerator = Accelerator(
             mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()]
         )
-        model = mlp()
-        seen = activations_of(model)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        model, optimizer, seen = prepared(accelerator)
         train(accelerator, model, optimizer, batches(3))
         Accelerator(mixed_precision="fp8", kwargs_handlers=[fp8_backends.NativeRecipeKwargs()])
     assert accelerator.fp8_autocast_dtype == "fp32" and set(seen) == {torch.float32}
@@ -79,9 +76,7 @@ def test_cpu_without_bf16_runs_fp32_around_fp8_with_notice(cpu_without_bf16, cap
 @pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_explicit_autocast_dtype_without_bf16_warns(name, dtype, cpu_without_bf16, caplog):
     accelerator = accelerator_with(name)
-    model = mlp()
-    seen = activations_of(model)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer, seen = prepared(accelerator)
     train(accelerator, model, optimizer, batches(1))
     assert set(seen) == {dtype}
     assert [
@@ -92,9 +87,7 @@ def test_explicit_autocast_dtype_without_bf16_warns(name, dtype, cpu_without_bf1
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_autocast_handler_is_honoured(name):
     accelerator = accelerator_with(name, AutocastKwargs(enabled=False))
-    model = mlp()
-    seen = activations_of(model)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer, seen = prepared(accelerator)
     train(accelerator, model, optimizer, batches(1))
     assert seen == [torch.float32]
     with accelerator.autocast():
@@ -112,8 +105,7 @@ def test_only_fp16_has_a_loss_scaler():
 
 def test_fp16_clips_to_the_true_norm():
     accelerator = accelerator_with("fp16", GradScalerKwargs(init_scale=1024.0))
-    model = mlp()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer, _ = prepared(accelerator)
     x, y = batches(1)[0]
     accelerator.backward(nn.functional.mse_loss(model(x), y))
     scaled = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
@@ -126,8 +118,7 @@ def test_fp16_clips_to_the_true_norm():
 
 def test_fp16_loss_scale_is_part_of_save_state(tmp_path):
     accelerator = accelerator_with("fp16", GradScalerKwargs(init_scale=64.0, growth_interval=2))
-    model = mlp()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer, _ = prepared(accelerator)
     train(accelerator, model, optimizer, batches(3))
     saved = accelerator.scaler.state_dict()
     accelerator.save_state(str(tmp_path))
@@ -139,20 +130,6 @@ def test_fp16_loss_scale_is_part_of_save_state(tmp_path):
 
 def test_fp16_accelerator_pickles():
     loaded = pickle.loads(pickle.dumps(accelerator_with("fp16")))
-    model = mlp()
-    seen = activations_of(model)
-    model, optimizer = loaded.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer, seen = prepared(loaded)
     train(loaded, model, optimizer, batches(1))
     assert seen == [torch.float16]
-
-
-def test_unscaling_without_a_scaler_does_nothing():
-    accelerator = accelerator_with("bf16")
-    model = mlp()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    x, y = batches(1)[0]
-    accelerator.backward(nn.functional.mse_loss(model(x), y))
-    before = model[0].weight.grad.clone()
-    accelerator.unscale_gradients()
-    accelerator.unscale_gradients(optimizer)
-    assert torch.equal(model[0].weight.grad, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8_backends import RecipeError, plan
+from fp8_backends import plan
 
 # MS-AMP's table of optimization levels (docs/user-tutorial/optimization-level.md), and O4; bytes
 # added manually
@@ -58,8 +58,3 @@ def test_printed_plan_is_one_complete_line():
         "GEMM FP8, comm FP8, weight FP8, master FP16, gradient FP8, Adam FP8+FP16: 7 bytes per "
         "weight element"
     )
-
-
-def test_plan_of_unknown_backend_raises_recipe_error():
-    with pytest.raises(RecipeError, match="unknown backend"):
-        plan("nativ")

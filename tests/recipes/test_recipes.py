@@ -641,11 +641,6 @@ def test_environment_is_read_in_any_case():
     assert (recipe.name, recipe.margin) == ("native:delayed", 2)
 
 
-def test_environment_reads_os_environ_by_default(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
-    assert from_environment().name == "ao:tensorwise"
-
-
 def test_every_environment_value_reaches_its_field():
     recipe = from_environment(
         environment(

@@ -484,11 +484,6 @@ def test_class_labels_and_words_follow_from_the_configuration(name):
     assert shape.make_batch(3, 5)["labels"].shape == labels and shape.samples(3, 5) == words
 
 
-def test_one_sample_is_singular():
-    assert SHAPES["ViT, which sees"].samples(1, 1) == "1 image of 64 x 64 pixels"
-    assert SHAPES["Llama"].samples(1, 1) == "1 sequence of 1 token"
-
-
 def test_a_model_without_a_known_loss_is_refused(tmp_path):
     CLIPConfig().save_pretrained(tmp_path)
     with pytest.raises(
