@@ -5,7 +5,7 @@ original runs."""
 import functools
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -96,6 +96,8 @@ def _patched(original):
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
             return original(self, *args, **kwargs)  # raises the familiar error
+        if isinstance(iterator := bound.arguments.get("kwargs_handlers"), Iterator):
+            bound.arguments["kwargs_handlers"] = list(iterator)  # which Accelerate reads, too
         handlers = _handlers(bound.arguments)
         # whatever mixed_precision says
         is_asked_beside = _launch_in_fp8() or any(map(_is_fp8_handler, handlers))
@@ -115,7 +117,7 @@ def _patched(original):
                 # without "fp8", Accelerate would still obey the variable and fail on it, or convert
                 # the model
                 self.__class__ = with_mixin(IgnoresFP8Environment, type(self))
-            return original(self, *args, **kwargs)
+            return original(*bound.args, **bound.kwargs)
         refuse_mismatches(mismatches)
         bound.arguments["kwargs_handlers"] = [
             handler for handler in handlers if not _is_fp8_handler(handler)

@@ -93,6 +93,17 @@ def test_our_handlers_reach_the_registry(handler, name):
     assert isinstance(accelerator.ddp_handler, DistributedDataParallelKwargs)
 
 
+@pytest.mark.parametrize("precision, name", [("fp8", "native:rowwise"), ("bf16", None)])
+def test_handlers_of_an_iterator_are_read_by_both(precision, name):
+    recipes = [fp8_backends.NativeRecipeKwargs(scaling="rowwise")] * (precision == "fp8")
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        kwargs_handlers=iter([DistributedDataParallelKwargs(static_graph=True), *recipes]),
+    )
+    assert accelerator.ddp_handler.static_graph
+    assert name is None or accelerator.fp8_recipe.name == name
+
+
 @pytest.mark.parametrize(
     "value, name",
     [("ao", "ao:tensorwise"), ("AO", "ao:tensorwise"), ("Native:Delayed", "native:delayed")],
