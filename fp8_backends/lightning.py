@@ -60,8 +60,10 @@ class FP8Precision(Precision):
         contradicts the recipe."""
         trainer = self.trainer = module.trainer
         strategy = trainer.strategy
-        is_known = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
-        if not is_known or isinstance(strategy, DeepSpeedStrategy):  # a subclass of DDP's
+        # DeepSpeed's is a subclass of DDP's
+        known = (DeepSpeedStrategy, DDPStrategy, SingleDeviceStrategy)
+        kind = next((kind for kind in known if isinstance(strategy, kind)), None)
+        if kind in (None, DeepSpeedStrategy):
             raise RecipeError(
                 f"{self.recipe.name}: with Lightning, FP8 trains on one device or by DDPStrategy, "
                 f"not by {type(strategy).__name__}: choose strategy='ddp', or Accelerate for FSDP2 "
@@ -70,7 +72,7 @@ class FP8Precision(Precision):
         setup = rules.Setup(
             self.recipe,
             rules.Machine.this(),
-            parallel="ddp" if isinstance(strategy, DDPStrategy) else None,
+            parallel="ddp" if kind is DDPStrategy else None,
             world_size=trainer.world_size,
             accumulation_steps=trainer.accumulate_grad_batches,
             max_grad_norm=trainer.gradient_clip_val,

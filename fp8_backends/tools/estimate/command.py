@@ -271,7 +271,7 @@ _FIELDS = {
 
 def refuse_idle_flags(args: argparse.Namespace, backends: list[str | dict[str, Any]]) -> None:
     """Raise `FP8BackendError` for a flag that none of the backends takes."""
-    taken = {name for each in backends if isinstance(each, dict) for name in each}
+    taken = set().union(*backends)  # a name without FP8 adds its letters
     for flag, (name, _, of_levels) in _FIELDS.items():
         if getattr(args, flag) and name not in taken:
             raise FP8BackendError(
