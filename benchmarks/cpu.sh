@@ -4,8 +4,8 @@
 # Writes one JSON a question, NAME_cpu_FEATURES.json, with chip, versions and date, and prints this machine's targets.
 # FEATURES is what `benchmarks/measuring.py` prints, such as avx512_bf16, or avx2 on a CPU without bf16 products, where
 # FP32 takes the place of bf16. Then `benchmarks/tables.py --write` writes the tables of benchmarks/README.rst and the
-# summary of README.rst. Exits with 1 if a question failed. Longer questions, on demand: memory.py, distributed.py,
-# estimate.py, models.py, gradient_mean.py.
+# summary of README.rst. Exits with 1 if a question failed. Longer questions, on demand: memory.py, estimate.py,
+# models.py, gradient_mean.py.
 #   benchmarks/cpu.sh --levels msamp:O2,msamp:O3 --out benchmarks/results
 # answers in place of those, by estimate in 20 minutes for one level and 35 for three, whether these levels lose small
 # updates, and where a long run ends. It needs the weights that finetune.py names. `fp8-backends compare` compares their

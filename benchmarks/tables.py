@@ -617,18 +617,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
             Column("peak, MB", "peak", lambda peak: whole(peak / 1e6)),
         ],
     ),
-    "distributed": Table(
-        {"distributed_cpu": "Two processes, bytes of an element on one rank"},
-        [
-            BACKEND,
-            Column("engine", "engine"),
-            LOSS,
-            GAP,
-            Column("bytes/element", "bytes_per_element.total", fixed(2)),
-            Column("sent / FP32 under DDP", "sent_over_fp32_ddp", fixed(3)),
-        ],
-        rows=lambda record: record["summaries"],
-    ),
     "finetune": Table(
         {
             "finetune_cpu": "A fine-tune with small rates; *moved* is the update along the one without "

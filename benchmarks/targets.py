@@ -708,11 +708,6 @@ FIGURES = (
         "levels_loss_cpu comparison_cpu",
     ),
     Figure(
-        "the same under FSDP2, all backends",
-        _gaps("distributed_cpu", "summaries"),
-        "distributed_cpu",
-    ),
-    Figure(
         "the same after a fine-tune with small learning rates, ``msamp:O2``",
         _gaps("finetune_cpu", "summaries", "msamp:O2"),
         "finetune_cpu",

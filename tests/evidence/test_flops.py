@@ -20,8 +20,6 @@ from fp8_backends.convert.weight_products import find_weight_products
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import architectures  # noqa: E402
 
-sys.path.pop()  # its `distributed.py` would hide the tests' folder of this name from later files
-
 
 def prepared(model, spec="native:dynamic"):
     return fp8_backends.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), spec)
