@@ -81,11 +81,6 @@ def test_fp32_extremes_are_transmitted(value):
     assert torch.allclose(result, torch.full_like(result, value), rtol=E4M3_STEP, atol=2.0**-136)
 
 
-def test_powers_of_two_are_transmitted_exactly():
-    values = 2.0 ** torch.arange(-8, 9).float().unsqueeze(0)
-    assert torch.equal(decoded(values), values)
-
-
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_rounded_values_are_transmitted_exactly(seed, dtype):
@@ -113,12 +108,6 @@ def test_blocks_keep_small_rows():
     )
     assert errors[0].max() < 0.035
     assert (errors[1] == 1).sum() > 30
-
-
-def test_message_bytes_stay_below_bounds():
-    message = encode(torch.zeros(1, 2**20))
-    assert message.numel() / 2**20 <= 0.26 * 4
-    assert message.numel() / 2**20 <= 0.51 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

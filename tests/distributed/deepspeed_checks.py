@@ -48,9 +48,12 @@ def check_fp32_engine_matches_one_rank():
     data, worst = batches(4), 0.0
     for backend in COMPUTES:
         expected = train_alone(backend, data)
-        for stage in STAGES if backend == "native:delayed" else (3,):
+        for stage, make in (
+            *((stage, Blocks) for stage in STAGES if stage == 3 or backend == "native:delayed"),
+            *[(3, blocks_of_conv1d)] * (backend in ("native:rowwise", "ao:tensorwise")),
+        ):
             with accelerator(stage, backend) as acc, ranks.Said() as log:
-                model = Blocks()
+                model = make()
                 engine, optimizer = acc.prepare(model, adamw(model))
                 losses = train(acc, engine, optimizer, data)
                 assert_products(model)
@@ -167,17 +170,6 @@ def check_zero_3_frees_every_gathered_weight_between_forward_and_backward():
             acc.backward(loss)
             if backend != "high":
                 assert_products(model)
-
-
-def check_zero_3_trains_conv1d_like_linear_layers():
-    data = batches(3)
-    for backend in ("native:rowwise", "ao:tensorwise"):
-        expected = train_alone(backend, data)
-        with accelerator(3, backend) as acc:
-            model = blocks_of_conv1d()
-            engine, optimizer = acc.prepare(model, adamw(model))
-            assert train(acc, engine, optimizer, data) == expected, backend
-            assert_products(model)
 
 
 def blocks_of_conv1d() -> Blocks:

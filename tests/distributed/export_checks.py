@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fp8_backends
 from fp8_backends.errors import FP8BackendError
@@ -142,49 +141,6 @@ def check_fsdp2_hands_out_the_codes_of_one_process():
 
 def codes_of(tensors):
     return {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
-
-
-class Adapted(torch.nn.Module):
-    """Put a trainable layer before a frozen layer of an FP8 checkpoint, with different codes on
-    each rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.adapter, self.base = (
-            torch.nn.Linear(200, 200),
-            FP8Linear(200, 136, block_size=(128, 128)),
-        )
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        self.base.weight.data.copy_(torch.randn(136, 200, generator=generator))
-        self.base.weight_scale_inv.data.copy_(torch.rand(2, 2, generator=generator))
-        self.base.requires_grad_(False)
-
-    def forward(self, x):
-        return self.base(self.adapter(x))
-
-
-def check_ddp_trains_adapters_over_codes_of_first_rank():
-    spec = fp8_backends.NativeRecipeKwargs(
-        scaling="blockwise", fp8_params=True, exclude=["adapter"]
-    )
-    model = Adapted()
-    first = [each.detach().clone() for each in (model.base.weight, model.base.weight_scale_inv)]
-    for each in first:
-        dist.broadcast(each.view(torch.uint8), 0)
-    fp8_backends.prepare(model, None, spec)
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.adapter.parameters(), lr=1e-2)
-    fp8_backends.prepare(ddp, optimizer, spec)
-    losses = []
-    for _ in range(3):
-        x = torch.randn(8, 200, generator=torch.Generator().manual_seed(dist.get_rank()))
-        loss = ddp(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[2] < losses[0]
-    assert all(same(each, part) for each, part in zip(first, model.base.weight.parts, strict=True))
 
 
 def check_ddp_trains_over_four_bits_of_first_rank():

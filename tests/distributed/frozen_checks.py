@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_training import Traffic
-from fsdp2_training import mean
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -122,23 +121,16 @@ def dequantized(name: str):
     return fp8_backends.prepare(model, optimizer, spec_of(name, frozen=False))
 
 
-def train(model, optimizer, steps: int = STEPS, first: int = 0, own: bool = False) -> list[float]:
-    """Train on the same rows on all ranks, so that averages of gradients do not round, or on each
-    rank's own."""
+def train(model, optimizer, steps: int = STEPS) -> list[float]:
+    """Train on the same rows on all ranks, so that averages of gradients do not round."""
     losses = []
-    for step in range(first, first + steps):
+    for step in range(steps):
         x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step % 2))
-        x = x[dist.get_rank() :: dist.get_world_size()] if own else x
         loss = (model(x) - x).square().mean()
         loss.backward()
-        if own:
-            for p in model.parameters():
-                if p.grad is not None and not is_distributed(p.grad):
-                    dist.all_reduce(p.grad)
-                    p.grad /= dist.get_world_size()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(mean(loss) if own else loss.item())
+        losses.append(loss.item())
     return losses
 
 
@@ -193,13 +185,6 @@ def check_training_matches_whole_codes_bitwise():
         assert max(gaps) < 0.02 and losses[-1] < 0.9 * losses[0], (name, gaps, losses)
         figures[name] = {"first": losses[0], "last": losses[-1], "gap": max(gaps)}
     return figures
-
-
-def check_ranks_with_their_own_rows():
-    for name in FORMATS:
-        whole_codes = train(*made(name, sharded=False), 6, own=True)
-        sharded = train(*made(name), 6, own=True)
-        assert sharded == pytest.approx(whole_codes, rel=1e-5), name
 
 
 def cut_bytes(weight: torch.Tensor, ranks: int) -> int:

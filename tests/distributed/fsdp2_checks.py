@@ -364,15 +364,6 @@ def check_loading_after_a_forward():
     )
 
 
-def check_frozen_and_tied_weights_are_kept():
-    for spec in ("msamp:O2", "msamp:O3"):
-        model, optimizer = prepared(spec)
-        before = whole(model.state_dict()["frozen.weight"])
-        train(model, optimizer, 3)
-        assert torch.equal(whole(model.state_dict()["frozen.weight"]), before)
-        assert model.head.weight is model.embedding.weight
-
-
 def check_evaluation_between_steps_changes_nothing():
     model, optimizer = prepared("msamp:O3")
     train(model, optimizer, 2)
