@@ -62,7 +62,7 @@ Watch = Callable[[nn.Parameter, Callable[[nn.Parameter], None]], None]
 
 
 def connect(
-    ddp: DistributedDataParallel, recipe: Recipe, watch: Watch, scaling_states: States = list
+    ddp: DistributedDataParallel, recipe: Recipe, watch: Watch, scaling_states: States
 ) -> None:
     """Connect the gradients of an FP8 model under DDP, on every rank. Idempotent; call it again
     after a change of `requires_grad`.
@@ -203,11 +203,11 @@ class Connection(BackwardPass):
 
     def joined_state(self) -> list[torch.Tensor]:
         """Return the tensors a rank without inputs no longer changes."""
-        agreements = [
-            collective for collective in self.collectives if isinstance(collective, Agreement)
-        ]
-        weights = self.reducer.parameters if self.reducer else ()
-        return [*weights, *(state for agreement in agreements for state in agreement.states())]
+        tensors = list(self.reducer.parameters if self.reducer else ())
+        for collective in self.collectives:
+            if isinstance(collective, Agreement):
+                tensors += collective.states()
+        return tensors
 
 
 class GradientArrives(TemporaryHook):
@@ -233,10 +233,10 @@ class GradientArrives(TemporaryHook):
         connection = self.connection()
         if self.travels:
             connection.begin()
-        if connection is not None and connection.running:
-            connection.reducer.add(self.index)
-            return
         if connection is not None:
+            if connection.running:  # DeepSpeed's engine may not have reached its last microbatch
+                connection.reducer.add(self.index)
+                return
             connection.at_home = True
         if not isinstance(weight.grad, ScaledTensor):
             # without a reduction, the gradient stays in FP32 until the last microbatch: one

@@ -44,7 +44,7 @@ CONNECTED = "_fp8_gradient_comm"
 """Attribute of a connected FSDP2 module: its `gradient_comm`."""
 
 
-def connect(root: nn.Module, gradient_comm: str, scaling_states: States = list) -> None:
+def connect(root: nn.Module, gradient_comm: str, scaling_states: States) -> None:
     """Reduce the gradients of all FSDP2 modules in `root` in "fp8" or "plain" (FSDP2's own
     reduce-scatter), and reshard their parameters. Idempotent.
 

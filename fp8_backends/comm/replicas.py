@@ -41,7 +41,7 @@ class SharedBackwards:
         """Return the counters of the wrappers in a model, created on the first call."""
         counters = []
         sharded = outermost(model) or ([model] if mesh_groups(model) else [])
-        for modules in [*([ddp] for ddp in wrappers(model)), *[sharded] * bool(sharded)]:
+        for modules in filter(None, [*([ddp] for ddp in wrappers(model)), sharded]):
             collectives = BackwardPass.of(modules).collectives
             counter = next((one for one in collectives if isinstance(one, cls)), None)
             if counter is None:

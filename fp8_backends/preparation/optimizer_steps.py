@@ -15,7 +15,6 @@ from ..convert.conversion import PREPARED, Prepared, Root, prepared_roots
 from ..evidence import proof
 from ..recipes.handlers import Recipe
 from ..states import gradient_release, levels, optimizers
-from ..tensors.scaled_tensor import ScaledTensor
 from ..torch_tools.modules import has_ranks, plain_name
 from ..torch_tools.optimizers import parameter_ids, parameters_of, unwrapped
 from ..words import listed
@@ -83,8 +82,7 @@ def watch_optimizer(
 def _share_out_states(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Assign each weight's optimizer states, master or residual to a rank of its DDP. All ranks
     call it."""
-    scaled = [p for p in parameters_of(optimizer) if isinstance(p, ScaledTensor)]
-    weights = [p for p in scaled if ddp.connection_of(p) is not None]
+    weights = [p for p in parameters_of(optimizer) if ddp.connection_of(p) is not None]
     connections = list(map(ddp.connection_of, weights))
     whole = optimizer.fp8_owners is not None or any(
         connection.keeps_whole for connection in connections
