@@ -12,7 +12,7 @@ from pathlib import Path
 import fp8_backends
 from fp8_backends.formats.scaling import RULES
 
-TOKENS, FILES = 299_800, 208
+TOKENS, FILES = 300_000, 208
 """Tokens of Python without comments, docstrings and layout: dense formatting cannot lower them."""
 SUFFIXES = (".py", ".pyi", ".cpp", ".css")
 LAYOUT = ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")

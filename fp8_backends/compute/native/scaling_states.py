@@ -33,6 +33,8 @@ _Amax = torch.Tensor | None
 
 FPROPS = 2
 """The row of counts in `Ledger.of_forward`, below INPUT and WEIGHT."""
+COUNTS = 2
+"""The counts at the start of `Ledger.of_backward`, before amaxes."""
 
 
 class Ledger:
@@ -47,10 +49,9 @@ class Ledger:
         self.of_forward = torch.zeros((3, states), dtype=torch.int32, device=device)
         """Compiled code's largest amaxes of INPUT and WEIGHT, and its fprops; one tensor, hence one
         kernel."""
-        self.dgrads_wgrads = torch.zeros(2, dtype=torch.int32, device=device)
-        """Compiled code's numbers of dgrads and wgrads."""
-        self.grad_output = torch.zeros(states, dtype=torch.int32, device=device)
-        """Compiled code's largest amaxes of GRAD_OUTPUT."""
+        self.of_backward = torch.zeros(COUNTS + states, dtype=torch.int32, device=device)
+        """Compiled code's dgrads, wgrads, and largest amaxes of GRAD_OUTPUT; one tensor, since a
+        rule that takes the amaxes in forward lets CUDA graphs of torch 2.15 copy the last one."""
 
     @property
     def device(self) -> torch.device:
@@ -97,16 +98,14 @@ class Ledger:
         [states] or 0-dim."""
         if torch.compiler.is_compiling():
             amax = None if amax is None else self._of_all(amax)
-            note_backward(
-                self.dgrads_wgrads, dgrad, wgrad, self.grad_output, amax, rule.scales.keeps_nan
-            )
+            note_backward(self.of_backward, dgrad, wgrad, amax, rule.scales.keeps_nan)
             return
         self.counts.dgrad += dgrad
         self.counts.wgrad += wgrad
 
     def _of_all(self, amax: torch.Tensor) -> torch.Tensor:
         """Pad the amaxes with zeros for other ranks' states."""
-        missing = len(self.grad_output) - amax.numel()
+        missing = self.of_forward.shape[1] - amax.numel()
         return F.pad(amax, (self.first, missing - self.first)) if missing else amax
 
     def total(self) -> ProductCounts:
@@ -114,7 +113,7 @@ class Ledger:
         total = replace(self.counts)
         if self.device.type != "meta":
             fprop, dgrad, wgrad = torch.cat(
-                [self.of_forward[FPROPS, :1], self.dgrads_wgrads]
+                [self.of_forward[FPROPS, :1], self.of_backward[:COUNTS]]
             ).tolist()
             total.fprop, total.dgrad, total.wgrad = (
                 total.fprop + fprop,
@@ -293,7 +292,7 @@ def with_noted_amaxes(states: torch.Tensor, ledgers: Sequence[Ledger]) -> torch.
     length], in place."""
     of_forward = [ledger.of_forward.narrow(0, 0, FPROPS) for ledger in ledgers]
     take = take_amaxes if torch.compiler.is_compiling() else _take_amaxes
-    of_backward = take([ledger.grad_output for ledger in ledgers])
+    of_backward = take([ledger.of_backward for ledger in ledgers])
     noted = torch.cat([torch.cat(of_forward, 1), of_backward.unsqueeze(0)]).t().view(torch.float32)
     torch._foreach_zero_(of_forward)
     newest = states.view(torch.float32).select(2, HISTORY)
@@ -312,28 +311,28 @@ def _larger(
 
 @torch.library.custom_op("fp8_backends::note_backward", mutates_args=())
 def note_backward(
-    dgrads_wgrads: torch.Tensor,
+    of_backward: torch.Tensor,
     dgrad: bool,
     wgrad: bool,
-    grad_output: torch.Tensor,
     amax: torch.Tensor | None,
     keep_nan: bool,
 ) -> None:
     """Add to the counts, and keep the larger amax."""
-    dgrads_wgrads.data.narrow(0, int(not dgrad), dgrad + wgrad).add_(1)
+    notes = of_backward.data
+    notes.narrow(0, int(not dgrad), dgrad + wgrad).add_(1)
     if amax is not None:
-        noted = grad_output.data.view(torch.float32)
+        noted = notes[COUNTS:].view(torch.float32)
         _larger(noted, amax, keep_nan, out=noted)
 
 
 @note_backward.register_fake
-def _(dgrads_wgrads, dgrad, wgrad, grad_output, amax, keep_nan) -> None:
+def _(of_backward, dgrad, wgrad, amax, keep_nan) -> None:
     pass
 
 
-def _take_amaxes(grad_outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _take_amaxes(of_backward: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the amaxes, int32 [states], and leave zeros."""
-    noted = [amaxes.data for amaxes in grad_outputs]
+    noted = [notes.data[COUNTS:] for notes in of_backward]
     taken = torch.cat(noted)
     torch._foreach_zero_(noted)
     return taken
@@ -343,8 +342,8 @@ take_amaxes = torch.library.custom_op("fp8_backends::take_amaxes", _take_amaxes,
 
 
 @take_amaxes.register_fake
-def _(grad_outputs) -> torch.Tensor:
-    return grad_outputs[0].new_empty(sum(map(len, grad_outputs)))
+def _(of_backward) -> torch.Tensor:
+    return of_backward[0].new_empty(sum(len(notes) - COUNTS for notes in of_backward))
 
 
 for _operator in (note_backward, take_amaxes):
