@@ -20,7 +20,7 @@ from fp8_backends.compute import rates as package_rates
 from fp8_backends.compute.products import scaled_product
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-own_path = list(sys.path)  # benchmarks/distributed.py would hide the folder of tests
+own_path = list(sys.path)  # benchmarks/ahead would hide the folder of tests
 sys.path += [str(BENCHMARKS), str(BENCHMARKS / "ahead")]
 import outside  # noqa: E402
 import rates  # noqa: E402

@@ -442,7 +442,8 @@ def stop(workers: list[Worker]) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    kept = environment_without(("ACCELERATE_", "FP8_BACKENDS_"))
+    launched = ("ACCELERATE_", "FP8_BACKENDS_DISABLE", "FP8_BACKENDS_RECIPE")
+    kept = environment_without(launched)
     return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
