@@ -508,9 +508,8 @@ class ScaledTensor(WithoutMemory):
             # over the ranks of tensor parallelism, too
             self.agree_on_scale(shard_groups(next(sharded)))
         codes = self.codes.view(torch.uint8) if self.codes.dtype.itemsize == 1 else self.codes
-        if (
-            self.shape[1:] == outer_size[1:]
-        ):  # by rows: the last shards may be shorter; replicas are whole
+        if self.shape[1:] == outer_size[1:]:
+            # sharded by rows, the last shards may be shorter; replicas are whole
             missing = max(0, -(-outer_size[0] // mesh.size()) - self.shape[0])
             codes = (
                 torch.cat([codes, codes.new_zeros(missing, *outer_size[1:])]) if missing else codes

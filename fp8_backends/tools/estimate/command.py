@@ -271,9 +271,8 @@ _FIELDS = {
 
 def refuse_idle_flags(args: argparse.Namespace, backends: list[str | dict[str, Any]]) -> None:
     """Raise `FP8BackendError` for a flag that none of the backends takes."""
-    taken = set().union(*backends)  # a name without FP8 adds its letters
     for flag, (name, _, of_levels) in _FIELDS.items():
-        if getattr(args, flag) and name not in taken:
+        if getattr(args, flag) and not any(name in each for each in backends):
             raise FP8BackendError(
                 f"--{flag.replace('_', '-')} is for backends {'at' if of_levels else 'without'} a "
                 f"level, and --backend names none: add {'msamp:O4' if of_levels else 'native'}, or "
